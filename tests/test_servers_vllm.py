@@ -159,6 +159,32 @@ def test_two_trainer_ranks_update_a_server_by_vllms_own_weight_transfer(
     check(server, models[1], "transfer")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "way"), [("data", "local"), ("data", "remote"), ("pipeline", "local")]
+)
+def test_all_engines_and_stages_behind_one_api(
+    vllm: Nursery, tmp_path: Path, parallel: str, way: str
+) -> None:
+    models = pair(tmp_path)
+    settings = {"arguments": (f"--{parallel}-parallel-size", "2"), "extension": PROBE}
+
+    def sums() -> Any:  # of all engines; `held` is of one
+        return server.post("/weight_checker", action="checksum")["checksums"], held(server)
+
+    with Server(vllm, models[0], tmp_path / "log", **settings) as server:
+        first = sums()
+        with connect(server, models[1].weights, **WAYS[way]) as sync:
+            assert sync.update(version="second").workers == 2
+            for rank in (0, 1) if parallel == "data" else ():  # vLLM's stages end on a CPU
+                check(server, models[1], "second", rank)
+            second = sums()
+            sync.update(models[0].weights, version="first")
+            assert sums() == first
+    changed = {name.split(":tp")[0] for name in first[0] if first[0][name] != second[0][name]}
+    assert len(changed) == 2, changed
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Checkpoint]:
     return list(pair(tmp_path_factory.mktemp("offline"), experts=False))

@@ -240,8 +240,8 @@ class Calls:
     """An engine of one worker that only notes what it is asked."""
 
     def __init__(self, **facts: Any) -> None:
-        told = {"rank": 0, "workers": 1, "engine": 0, "engines": 1, "weight_version": "4", "instance": "a"}
-        self.facts = told | facts
+        told = {"rank": 0, "workers": 1, "engine": 0, "engines": 1}
+        self.facts = {**told, "weight_version": "4", "instance": "a", **facts}
         self.seen: list[tuple[Any, ...]] = []
         self.llm_engine: Any = None
 
@@ -262,20 +262,25 @@ def worker_of(model: torch.nn.Module) -> Any:
     return worker
 
 
-def test_engines_that_one_call_reaches_are_counted_before_it() -> None:
+def test_each_engine_that_a_call_reaches_gets_messages_of_its_own() -> None:
     """In each of them, vLLM sets a dense model's data_parallel_size to 1."""
-    calls: Any = Calls()
-    parallel = SimpleNamespace(world_size_across_dp=2)
-    calls.vllm_config = SimpleNamespace(parallel_config=parallel)  # as an AsyncLLM has it
-    with pytest.raises(wsync.UnsupportedError, match="2 data-parallel engines behind one"):
-        VllmHandle(calls)
+    calls: Any = Calls(engine=2)
+    calls.engine_core = SimpleNamespace(engine_ranks_managed=[2, 3])  # as an AsyncLLM has it
+    assert VllmHandle(calls).workers == 2
     calls.facts["alone"] = True
     assert VllmHandle(calls).workers == 1
-    worker = worker_of(torch.nn.Linear(2, 2))  # of an actor, which does not tell
-    worker.parallel_config.data_parallel_index = 1
-    assert json.loads(worker.wsync_describe())["engine"] == 1
-    with pytest.raises(wsync.UnsupportedError, match="engine 1 got messages for engine 0"):
-        worker.wsync_update(["{}"])
+    with pytest.raises(wsync.UnsupportedError, match="2 data-parallel engines of a model with exp"):
+        VllmHandle(Calls(engines=2))
+    worker = worker_of(torch.nn.Linear(2, 2))
+    worker.parallel_config.data_parallel_index = 3
+    with pytest.raises(wsync.RemoteError, match="worker 1: control message: Expecting property"):
+        worker.wsync_update(["theirs", "{'mine'}"], None, 2)
+    with pytest.raises(wsync.RemoteError, match="of engine 3 got none"):
+        worker.wsync_update(["theirs"], None, 2)  # by an actor, which does not tell of it
+    assert worker.wsync_update(["{}"], None, 3)[0] is False
+    worker.parallel_config.data_parallel_hybrid_lb = True
+    with pytest.raises(wsync.UnsupportedError, match="how many engines one API reaches"):
+        VllmHandle(Calls(**json.loads(worker.wsync_describe())))
 
 
 def test_weights_that_an_update_has_left_half_way_have_no_version() -> None:

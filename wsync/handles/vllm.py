@@ -159,12 +159,9 @@ class VllmHandle(LocalHandle):
                 f"{error} (was vLLM started with --worker-extension-cls {EXTENSION}?)"
             ) from error
         first = found[0]
-        engines = max(first["engines"], self._all_workers(deadline.left) // first["workers"])
-        if engines > 1 and not first.get("alone"):
-            raise UnsupportedError(
-                f"engine {self.name}: {engines} data-parallel engines behind one collective_rpc, "
-                "which answers only for the first of them"
-            )
+        if first.get("obstacle"):
+            raise UnsupportedError(f"engine {self.name}: {first['obstacle']}")
+        engines = self._engines(first, deadline.left)
         self._keeps.clear()
         self._keeps |= first
         if first.get("drafts"):
@@ -178,14 +175,24 @@ class VllmHandle(LocalHandle):
                 f"engine {self.name}: collective_rpc reaches only workers {ranks} of "
                 f"{first['workers']}"
             )
-        return len(ranks)
+        return engines * len(ranks)
 
-    def _all_workers(self, timeout: float) -> int:
-        """The number of all data-parallel engines' workers; 0 if the API does not tell it."""
-        if self._has("get_world_size") and not self._remote:
-            return self._call("get_world_size", timeout) or 0
-        config = getattr(self._engine, "vllm_config", None)  # of an AsyncLLM
-        return 0 if config is None else int(config.parallel_config.world_size_across_dp)
+    def _engines(self, first: Mapping[str, Any], timeout: float) -> int:
+        """The number of data-parallel engines that each call reaches, although vLLM returns only
+        the first one's answer.  first: what a worker of that one says."""
+        if first.get("alone"):
+            return 1
+        if first["engines"] > 1:
+            raise UnsupportedError(
+                f"engine {self.name}: {first['engines']} data-parallel engines of a model with "
+                "experts behind one collective_rpc, which answers only for the first of them"
+            )
+        if isinstance(self._engine, VllmServer):
+            told = int(self._call("get_world_size", timeout) or 0) // int(first["workers"])
+        else:  # of an AsyncLLM; actors do not tell
+            core = getattr(self._engine, "engine_core", None)
+            told = len(getattr(core, "engine_ranks_managed", ()))
+        return max(told, 1)
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:
         """What every worker reports about itself."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import Layout, UnsupportedError
+from wsync._core import Layout, RemoteError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.replay_loader import LearntModule
@@ -81,9 +81,9 @@ class WorkerExtension:
 
     def wsync_describe(self) -> str:
         """Describes this worker as JSON: its rank, the number of workers of its engine, the number
-        of this engine, whether it alone has its API, the version of its weights (null if they are
-        not those of one update), which caches keep results of the weights, and whether layers of
-        the model draft tokens."""
+        of this engine, whether its API reaches no other one, why it cannot be updated, the version
+        of its weights (null if they are not those of one update), which caches keep results of the
+        weights, and whether layers of the model draft tokens."""
         parallel = self.parallel_config
         model = self.model_runner.get_model()
         receiver: Receiver | None = vars(model).get(_RECEIVER)
@@ -98,6 +98,7 @@ class WorkerExtension:
                 "engine": engine_of(parallel),
                 "engines": parallel.data_parallel_size,  # 1 for a model without experts
                 "alone": getattr(parallel, "data_parallel_external_lb", False),
+                "obstacle": obstacle(parallel),
                 "weight_version": version,
                 "prefix_cache": bool(getattr(cache, "enable_prefix_caching", False)),
                 "kv_connector": bool(getattr(self.vllm_config, "kv_transfer_config", None)),
@@ -111,28 +112,30 @@ class WorkerExtension:
         self, messages: list[str], version: str | None = None, first: int = 0
     ) -> list[Any]:
         """Takes part in an update as this worker's control message says; returns [success, text].
-        messages: one for each worker.  version: the new weight version, for a closing message.
-        first: the number of the engine that they are for.
 
-        Raises UnsupportedError in another engine, whose answers vLLM does not pass on."""
-        if (engine := engine_of(self.parallel_config)) != first:
-            text = f"engine {engine} got messages for engine {first} behind the same API"
-            if self.rank == self.parallel_config.world_size - 1:
-                raise UnsupportedError(text)
-            return [False, text]
-        try:
-            if not 0 <= self.rank < len(messages):
-                return [False, f"worker {self.rank} got none of the {len(messages)} messages"]
-            receiver = self._wsync_receiver()
-            return list(receiver.handle(messages[self.rank].encode(), version=version))
-        except Exception as error:
-            return list(refused(self.rank, error))
+        messages: one for each worker of all engines that the call reaches.  version: the new weight
+        version, for a closing message.  first: the number of the first of these engines.
 
-    def _wsync_receiver(self) -> Receiver:
+        Raises RemoteError in another engine: vLLM passes on only the first one's answers."""
+        parallel = self.parallel_config
+        engine = engine_of(parallel)
+        number = (engine - first) * parallel.world_size + self.rank
+        good, text = False, f"worker {self.rank} of engine {engine} got none of the messages"
+        if 0 <= number < len(messages):
+            try:
+                receiver = self._wsync_receiver(number)
+                good, text = receiver.handle(messages[number].encode(), version=version)
+            except Exception as error:
+                good, text = refused(number, error)
+        if not good and engine != first and self.rank == parallel.world_size - 1:
+            raise RemoteError(text)
+        return [good, text]
+
+    def _wsync_receiver(self, number: int = 0) -> Receiver:
         model = self.model_runner.get_model()
         if _RECEIVER not in vars(model):
             loader = VllmLoader(model, self.vllm_config, self.model_config, self.device)
-            vars(model)[_RECEIVER] = Receiver(loader, worker=self.rank)
+            vars(model)[_RECEIVER] = Receiver(loader, worker=number)
         receiver: Receiver = vars(model)[_RECEIVER]
         return receiver
 
@@ -141,6 +144,16 @@ def engine_of(parallel: Any) -> int:
     """Returns an engine's number among data-parallel ones.  Newer versions of vLLM set a dense
     model's data_parallel_size and data_parallel_rank back to those of a single engine."""
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def obstacle(parallel: Any) -> str:
+    """Returns why an engine with this parallel_config cannot be updated, or ""."""
+    if getattr(parallel, "data_parallel_hybrid_lb", False):
+        return (
+            "with data_parallel_hybrid_lb, it does not tell how many engines one API reaches: "
+            "start vLLM with one API for all engines, or with data_parallel_external_lb"
+        )
+    return ""
 
 
 class VllmLoader(ChoosingLoader):
