@@ -112,9 +112,6 @@ def test_a_load_weights_that_is_patched_later_is_called(make: Callable[[Loading]
     with wsync.connect(draw(0), engines=[engine], options=OPTIONS) as sync:
         sync.update()
         module.load_weights = lambda pairs: first([(n, t.flip(0)) for n, t in pairs])  # type: ignore[method-assign]
-        if make is RecordedLoader:
-            with pytest.raises(WsyncError, match="does: load_weights was replaced"):
-                sync.update(draw(1))
         sync.update(draw(1))
         for tensor, name in (module.a, "a"), (module.b, "b"):
             assert torch.equal(tensor, draw(1)[name].flip(0))
@@ -173,12 +170,7 @@ def test_a_module_that_changes_in_the_midst_of_an_update_is_not_called_updated(
             sync.update(draw(1), version=1)
         assert not engine.receivers[0].state.consistent
         assert engine.version is None
-        for _ in range(2):  # what was learnt may have to be learnt anew
-            try:
-                sync.update(draw(2))
-                break
-            except WsyncError as error:
-                assert "has changed since wsync learnt what its load_weights does" in str(error)
+        sync.update(draw(2))
     assert engine.receivers[0].state.consistent
     assert torch.equal(module.a, draw(2)["a"])
     assert torch.equal(module.b, draw(2)["b"])

@@ -12,6 +12,7 @@ from wsync import _core
 from wsync.handles.base import EngineHandle, handles_of
 from wsync.machine.device import of
 from wsync.machine.trace import Trace
+from wsync.messages.control import CHANGED
 from wsync.options import Options, numbers
 from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
@@ -100,8 +101,21 @@ class Sync(Updates):
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
                 happened (Ctrl-C is raised there unchanged).  Engines that were sent nothing
                 continue.  Other engines stay paused, and may hold a part of the update; the next
-                call connects anew and updates them again.
+                call connects anew and updates them again.  If only an engine's load_weights does
+                something else than before, as after a rebalancing of experts, this call does so.
         """
+        try:
+            return self._attempt(weights, version)
+        except _core.WsyncError as error:
+            if CHANGED not in str(error):
+                raise
+            if self._group.rank == 0:
+                self._warn(f"trying once more: {error}")
+        return self._attempt(weights, version)
+
+    def _attempt(
+        self, weights: Weights | Callable[[], Weights] | None, version: int | str | None
+    ) -> Report:
         with self._updating(version, weights) as report:
             report.trace = self._trace.anew()
             self._update(self._given(weights), report)

@@ -54,6 +54,9 @@ ROUNDS: Final = "rounds"
 """What of an update comes before its opening message: its begin, with the memory that the trainer
 lends for it; or its rounds, too."""
 
+CHANGED: Final = "has changed since wsync learnt what its load_weights does"
+"""Part of a worker's error, in an update that a second attempt delivers: that one learns anew."""
+
 PROTOCOL: Final = 2
 
 

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from wsync._core import StateError
 from wsync.machine import device
+from wsync.messages.control import CHANGED
 from wsync.module_tensors import ModuleTree
 from wsync.module_tensors.held import Bound, bound_tensors, usable
 from wsync.module_tensors.names import listed
@@ -20,10 +21,7 @@ _CACHE_NBYTES: Final = 16 << 20  # a plain attribute with more bytes is taken fo
 
 
 def has_changed(module: str, change: str) -> StateError:
-    return StateError(
-        f"{module} has changed since wsync learnt what its load_weights does: {change}; the next "
-        "update learns it anew"
-    )
+    return StateError(f"{module} {CHANGED}: {change}; the next update learns it anew")
 
 
 class TensorTarget(NamedTuple):
