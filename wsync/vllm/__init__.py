@@ -148,6 +148,11 @@ def engine_of(parallel: Any) -> int:
 
 def obstacle(parallel: Any) -> str:
     """Returns why an engine with this parallel_config cannot be updated, or ""."""
+    if getattr(parallel, "enable_eplb", False):
+        return (
+            "it balances experts (enable_eplb), but its load_weights puts them at the places that "
+            "they had at the start: start vLLM without it"
+        )
     if getattr(parallel, "data_parallel_hybrid_lb", False):
         return (
             "with data_parallel_hybrid_lb, it does not tell how many engines one API reaches: "
@@ -186,11 +191,6 @@ class VllmLoader(ChoosingLoader):
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost) -> bytes:
         self._chosen = self.recorded
-        if self.config.parallel_config.enable_eplb:
-            raise UnsupportedError(
-                "vLLM balances experts (enable_eplb), but its load_weights puts them at the places "
-                "that they had at the start: start vLLM without it"
-            )
         chosen = self.model_config
         check_room(facts_of(model), folder_of(chosen.model, chosen.revision))
         self.reason = rewritten(self.model)

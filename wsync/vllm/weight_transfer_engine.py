@@ -49,7 +49,7 @@ import wsync
 from wsync.engine.receiver import Receiver
 from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import Deadline
-from wsync.vllm import VllmLoader, engine_of, register
+from wsync.vllm import VllmLoader, engine_of, obstacle, register
 
 _log = logging.getLogger(__name__)
 
@@ -104,9 +104,11 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._receiver = Receiver(loader, worker=self._rank)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Raises ValueError if the trainer expects another number of workers, or if its client
-        reaches several engines."""
+        """Raises UnsupportedError if the engine cannot be updated, and ValueError if the trainer
+        expects another number of workers or if its client reaches several engines."""
         parallel = self.parallel_config
+        if why := obstacle(parallel):
+            self._tell(wsync.UnsupportedError(why))
         alone = getattr(parallel, "data_parallel_external_lb", False)
         engines = max(parallel.data_parallel_size, 1 if alone else engine_of(parallel) + 1)
         if (engines, parallel.world_size) != (1, init_info.workers):
