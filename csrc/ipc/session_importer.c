@@ -219,11 +219,11 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
     while (status == WSYNC_OK && !importer->begun) {
         status = wsync_link_pump(&importer->link, deadline, awaited, err);
     }
-    /* If the trainer is gone, the next call says why. */
-    if (status == WSYNC_OK &&
-        wsync_link_send(&importer->link, &frame, wsync_left_ms(deadline, INT_MAX), awaited,
-                        err) == WSYNC_ERR_TIMEOUT) {
-        status = WSYNC_ERR_TIMEOUT;
+    if (status == WSYNC_OK) {
+        status = wsync_link_send(&importer->link, &frame, wsync_left_ms(deadline, INT_MAX),
+                                 awaited, err);
+        /* The next call reads why the trainer has left. */
+        status = status == WSYNC_ERR_CLOSED ? WSYNC_OK : status;
     }
     if (status == WSYNC_OK) {
         importer->begun = false;
