@@ -351,3 +351,32 @@ def test_an_older_servers_draft_of_another_model_stays_as_it_is(tmp_path: Path) 
                 sync.update(version=way)
             assert requests.get(server.url + "/model_info", timeout=PATIENCE).ok
     start.close()
+
+
+class _Refusing:
+    """An engine that refuses to join an update."""
+
+    name, workers, load_formats = "refusing", 1, ("wsync.sglang.load_weights",)
+
+    def pause(self, mode: str, timeout: float) -> None: ...
+    def flush(self, timeout: float) -> None: ...
+    def resume(self, timeout: float) -> None: ...
+
+    def update_weights(self, *given: Any, **named: Any) -> None:
+        raise wsync.RemoteError("no")
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        return {}
+
+
+def test_a_server_that_has_written_nothing_goes_on(served: tuple[Server, Pair]) -> None:
+    server, (first, second) = served
+    with connect(server, first.weights, delivery="wsync") as sync:
+        sync.update(version="kept")
+    options = wsync.Options(deadline=PATIENCE, progress=False, delivery="wsync")
+    engines = [server.url, _Refusing()]
+    with wsync.connect(second.weights, engines=engines, options=options) as sync:
+        with pytest.raises(wsync.RemoteError, match="no") as caught:
+            sync.update()
+    assert server.url not in "".join(getattr(caught.value, "__notes__", []))
+    check(server, first, "kept")

@@ -9,7 +9,6 @@ answers after its running requests have ended.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
@@ -18,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from wsync import _core
-from wsync.handles.base import EngineHandle, handle, how_started, send_control
-from wsync.handles.sglang_base import ApiHandle
+from wsync.handles.base import EngineHandle, handle, how_started
+from wsync.handles.worker_facts import worker_facts
 from wsync.machine.deadline import Deadline, check_seconds
-from wsync.messages.control import LOAD_FORMAT, Control
-from wsync.trainer.requests import Calls
+from wsync.messages.control import LOAD_FORMAT
 
 _HEADS: Final = ("worker", "model", "tensors", "bytes kept", "rounds", "ring bytes")
 
@@ -73,7 +71,7 @@ def look(engine: object, *, api_key: str | None = None, timeout: float = 30.0) -
     asked = handle(engine, api_key=api_key, timeout=timeout)
     version = asked.model_info(deadline.left).get("weight_version")
     unasked = _obstacle(asked, deadline.left)
-    workers = [] if unasked else _ask(asked, deadline)
+    workers = [] if unasked else worker_facts(asked, deadline.left)
     return EngineReport(asked.name, None if version is None else str(version), workers, unasked)
 
 
@@ -87,33 +85,6 @@ def _obstacle(engine: EngineHandle, timeout: float) -> str:
     if (stages := started.get("pp_size") or 1) != 1:
         return f"has {stages} pipeline stages, and SGLang answers only for the first stage"
     return ""
-
-
-def _ask(engine: EngineHandle, deadline: Deadline) -> list[dict[str, Any]]:
-    with contextlib.ExitStack() as stack:
-        if isinstance(engine, ApiHandle):
-            stack.enter_context(engine.asking(deadline.left))
-        exporters = [_core.Exporter(None) for _ in range(engine.workers)]
-        for exporter in exporters:
-            stack.callback(exporter.close)
-        left = deadline.left
-        messages = [
-            Control(op="inspect", session="0", update=0, deadline=left, address=exporter.address)
-            for exporter in exporters
-        ]
-
-        def ask(_: int, engine: EngineHandle) -> None:
-            send_control(engine, messages, weight_version=None, timeout=left)
-
-        asking = Calls([(0, engine)], ask)
-        try:
-            said = [json.loads(each.accept(deadline.left, asking.check)) for each in exporters]
-        except _core.DeadlineError:
-            raise _core.DeadlineError(
-                f"engine {engine.name}: a worker has not answered; are all workers on this host?"
-            ) from None
-        asking.join(deadline.left)
-    return sorted(said, key=lambda worker: int(worker["worker"]))
 
 
 def _row(said: Mapping[str, Any]) -> list[str]:

@@ -448,6 +448,7 @@ class Experiment:
         info = bench.handle.call("info", None, PATIENCE)
         if info["version"] != "3" or info["paused"]:
             self.wrong.append(f"after the recovery: {info}")
+        bench.must("close")  # a connection has a thread in each worker
         for rank in range(fault_engine.WORKERS):
             self._compare("worker", rank, *bench.worker(rank, "census"))
         self._leave(bench.trainers)

@@ -115,6 +115,11 @@ class ApiHandle(ABC):
             )
         return dict(answer)
 
+    @property
+    def rearranging(self) -> bool:
+        """What `rearranges` was called with."""
+        return self._sessions["rearranges"]
+
     def rearranges(self, rearranges: bool) -> None:
         """Sets whether updates deliver weights that engines rearrange after loading.  They pack
         INT4 of compressed-tensors for a kernel, and cannot load into the packed tensors.  They copy

@@ -10,6 +10,7 @@ from typing import Any
 from wsync._core import PeerClosedError, RemoteError, StateError
 from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, send_control
+from wsync.handles.worker_facts import worker_facts
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
 
@@ -33,6 +34,8 @@ class CheckedEngine:
             the last successful update.
         stopped: whether the engine was asked to pause, and has not continued since.
         sent: whether the engine was sent weights since it paused, and may hold a part of an update.
+        joined: whether its workers were asked to join an update since it paused; only they know
+            whether they have written anything.
         paused_seconds: how long the last update kept the engine from generating.
     """
 
@@ -43,11 +46,13 @@ class CheckedEngine:
         self.restarted = True
         self.stopped: bool = before is not None and before.stopped
         self.sent: bool = before is not None and before.sent
+        self.joined: bool = before is not None and before.joined
         self.paused_seconds = 0.0
         self._since = 0.0  # when it was asked to pause
         self._during: Any = engine
         self._identity: dict[str, Any] = {}
         self._version: str | None = None  # that the engine must report
+        self._before: str | None = None  # that it reported when it paused
         self._updating: str | None = None  # the temporary version, if the engine is given one
         self._given_up = False
 
@@ -71,17 +76,25 @@ class CheckedEngine:
             self._during.give_up()
 
     def go_on(self, timeout: float) -> None:
-        """Lets the engine continue after an update that was given up before it sent anything.
+        """Lets the engine continue after an update that was given up, unless it may hold a part of
+        the update.
 
         Raises:
             RemoteError: another update has begun, and the engine may hold a part of its weights.
         """
         deadline = Deadline(timeout)
         version = str(self.handle.model_info(timeout).get("weight_version"))
-        if version.startswith(UPDATING):
-            raise RemoteError(f"engine {self.name}: another update has begun ({version})")
+        if version.startswith(UPDATING) and version != self._updating:
+            raise RemoteError(f"engine {self.name}: another update has begun: {version}")
+        if self.joined:
+            said = worker_facts(self.handle, deadline.left)
+            # SGLang drops weights that it rearranges when it makes them ready for loading
+            if getattr(self.handle, "rearranging", False) or not all(w["consistent"] for w in said):
+                return
+            if self._updating is not None:  # SGLang has recorded it as the version
+                worker_facts(self.handle, deadline.left, weight_version=self._before)
         self._for_one_update().resume(deadline.left)
-        self.stopped = False
+        self.stopped = self.joined = False
 
     def _for_one_update(self) -> Any:
         own: Any = self.handle
@@ -93,6 +106,7 @@ class CheckedEngine:
         self._during = self._for_one_update()
         self._told.pause(mode, timeout)
         self._identity, self._version = self._ask(deadline)
+        self._before = self._version
         stock = "instance" not in self._identity and self._version is not None
         self._updating = f"{UPDATING}{secrets.token_hex(12)}" if stock else None
         self.restarted = self._identity != former or (stock and self._version != given)
@@ -106,7 +120,7 @@ class CheckedEngine:
         self._told.update_weights(payloads(), **checked)
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
-        checked = self._sending(**request)
+        checked = self._sending(joins=messages[0].op == "open", **request)
         send_control(self._told, messages, **checked)
 
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
@@ -143,19 +157,26 @@ class CheckedEngine:
         self._told.resume(deadline.left)
         self.paused_seconds = time.perf_counter() - self._since
         self.verify(deadline.left)
-        self.stopped = self.sent = False
+        self.stopped = self.sent = self.joined = False
 
     def _sending(
-        self, weight_version: int | str | None, timeout: float, **others: Any
+        self,
+        weight_version: int | str | None,
+        timeout: float,
+        *,
+        joins: bool = False,
+        **others: Any,
     ) -> dict[str, Any]:
         """The arguments of a request that carries weights or makes workers take them.  A request
-        without a version gets the temporary one.  The timeout is the time that is left."""
+        without a version gets the temporary one.  The timeout is the time that is left.
+
+        joins: whether the request only asks workers to join an update."""
         deadline = Deadline(timeout)
         if weight_version is None:
             weight_version = self._updating
         elif self._updating is not None:
             self.verify(deadline.left)
-        self.sent = True
+        self.joined, self.sent = True, self.sent or not joins
         self._version = None if weight_version is None else str(weight_version)
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
 

@@ -222,8 +222,8 @@ class EngineRequests:
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
         """Sends no further requests after a failure.  Waits a moment for requests under way and for
         those in `left`, because engines' answers may explain the failure; then logs the requests
-        without an answer.  Engines that were paused and sent nothing continue.  A note of the error
-        says how to continue the other engines.
+        without an answer.  Engines that were paused and hold no part of the update continue.  A
+        note of the error says how to continue the other engines.
         """
         asked = [*self._left, *(left or [])]
         for calls in (self._pausing, self._opened, self._handover):
