@@ -22,10 +22,6 @@ DELIVERED = {
 DEFAULT_ROUND = 32 << 20
 
 
-def pad(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
-
-
 def delivered(source: str, destination: str) -> str:
     """The dtype that travels: the narrower of both."""
     return source if source == destination else DELIVERED[source, destination]

@@ -532,19 +532,21 @@ def test_a_dict_is_laid_out_as_its_model() -> None:
 @pytest.mark.parametrize(("local", "dimension"), [(True, 1), (False, 0)])
 def test_partial_sums_are_refused_by_name(four: Ranks, local: bool, dimension: int) -> None:
     for text in four.run(cases.partial_error, local):
-        assert text.startswith(f"model.norm.weight: mesh dim {dimension} has placement Partial")
+        assert text.startswith(
+            f"UnsupportedError: model.norm.weight: mesh dim {dimension} has placement Partial"
+        )
 
 
 @pytest.mark.parametrize("how", ["fsdp1", "fsdp1-orig"])
 def test_fsdp1_over_tensor_parallelism_is_refused_by_name(four: Ranks, how: str) -> None:
     """The unit's shapes are those of the local tensors."""
     for text in four.run(cases.two_dimensional_error, how):
-        assert text.startswith("0.weight: FSDP1 has flattened a DTensor")
+        assert text.startswith("UnsupportedError: 0.weight: FSDP1 has flattened a DTensor")
 
 
 def test_a_tensor_that_is_cut_in_another_way_is_refused(two: Ranks) -> None:
     for text in two.run(cases.resharded_error):
-        assert text.startswith("w: its sharding has changed since the layout was made")
+        assert text.startswith("LayoutError: w: its sharding has changed since the layout was made")
 
 
 def test_a_missing_tensor_is_named() -> None:

@@ -19,8 +19,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support import fused
+from support.errors import error_of
 from support.fakecuda import calls, position
 from support.played_gpu import driver, hold, put, reach, source_of
+from support.rows import rows_of, sharded
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, same
 from support.weights_only_engine import ProcessEngine
@@ -32,7 +34,6 @@ from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.inspection import look
-from wsync.layout import TrainerLayout
 from wsync.machine.device import find, uuid
 from wsync.messages.control import Control
 from wsync.trainer import quantised_image
@@ -41,34 +42,6 @@ from wsync.trainer.sessions.worker import WorkerSession
 OPTIONS = wsync.Options(
     deadline=60.0, progress=False, round_nbytes=1 << 14, ring_nbytes=1 << 16, flush_cache=False
 )
-
-
-def sharded(whole: Weights) -> TrainerLayout:
-    """This rank's rows of every tensor."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    builder = _core.LayoutBuilder(rank)
-    tensors = []
-    for index, (name, tensor) in enumerate(whole.items()):
-        rows, *rest = tensor.shape
-        first, last = rank * rows // size, (rank + 1) * rows // size
-        tensors.append(tensor[first:last].contiguous())
-        builder.add_shard(
-            name,
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.shape,
-            [first, *(0 for _ in rest)],
-            [last - first, *rest],
-            index,
-            0,
-            [stride * tensor.itemsize for stride in tensor.stride()],
-        )
-    names = tuple(whole)
-    table = _core.describe(tensors, names, gpu=True)
-    return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
-
-
-def _storage(source: TrainerLayout) -> Weights:
-    return dict(zip(source.names, source.tensors(), strict=True))
 
 
 def steady(config: Any, moved: bool) -> dict[str, Any]:
@@ -84,9 +57,9 @@ def steady(config: Any, moved: bool) -> dict[str, Any]:
         sync.update()
         sync.update()
         expected = draw(config, 2)
-        weights = _storage(sharded(expected))
+        weights = rows_of(expected)
         if not moved:
-            kept = _storage(source)
+            kept = dict(zip(source.names, source.tensors(), strict=True))
             for name, tensor in weights.items():
                 kept[name].copy_(tensor)
             weights = kept
@@ -125,7 +98,7 @@ def by_own_gpus(config: Any, exchange: str) -> list[tuple[str, bool]]:
         )
         for seed in range(3):
             expected = draw(config, seed)
-            report = sync.update(_storage(sharded(expected)))
+            report = sync.update(rows_of(expected))
             found.append((report.exchange, engine is None or same(engine.weights(), expected)))
             dist.barrier()
     return found
@@ -159,11 +132,7 @@ def _engine(
 
 
 def _try(sync: wsync.Sync, weights: Weights) -> str:
-    try:
-        sync.update(weights)
-    except wsync.WsyncError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_of(lambda: sync.update(weights))
 
 
 def plan_failure(call: str, k: int, code: int) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from support import hf_reference, megatron_cpu
 from support.errors import error_of
@@ -20,9 +16,6 @@ from support.update_cases import OPTIONS, breaking_rank, compare, slime_argument
 from support.worker_processes import WorkersEngine
 
 import wsync
-from wsync.exchange.update_group import UpdateGroup
-from wsync.trainer.sessions.broadcast import BroadcastSession
-from wsync.trainer.sessions.stock import StockSession
 
 
 @contextlib.contextmanager
@@ -132,37 +125,3 @@ def listens(door: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
-
-
-def die(url: str, shapes: dict[str, tuple[int, ...]], where: str, how: signal.Signals) -> None:
-    """A trainer of its own that gets a signal where it is about to do something a second time: to
-    broadcast a bucket that the engine waits for, to announce one, or to send one."""
-    owner, name = WHERE[where]
-    original = getattr(owner, name)
-    calls: list[int] = []
-
-    def counting(*arguments: Any, **more: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            time.sleep(0.5 if where == "broadcasting" else 0.0)
-            os.kill(os.getpid(), how)
-        return original(*arguments, **more)
-
-    setattr(owner, name, counting)
-    weights = {name: torch.full(shape, 7.0) for name, shape in shapes.items()}
-    options = wsync.Options(
-        deadline=60,
-        progress=False,
-        delivery="stock" if where == "sending" else "distributed",
-        broadcast="auto" if where == "sending" else "bucket",
-        bucket_nbytes=1 << 15,
-    )
-    with wsync.connect(weights, [url], options=options) as sync:
-        sync.update(version="never")
-
-
-WHERE: dict[str, Any] = {
-    "broadcasting": (UpdateGroup, "broadcast"),
-    "announcing": (BroadcastSession, "_ask"),
-    "sending": (StockSession, "_send"),
-}

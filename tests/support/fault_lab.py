@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from support import fault_engine
 from support.fault_points import Fault, allowed, settled
+from support.rows import rows_of, sharded
 
 import wsync
 from wsync import _core
-from wsync.layout import TrainerLayout
 from wsync.messages import payload
 from wsync.messages.control import Control
 
@@ -49,35 +49,6 @@ ENDING = 6.0  # after the first error: an answer of the store, then two calls of
 SLOW = 30.0  # a slow machine
 RANKS = 3  # of a trainer; the third has no worker
 Cell = tuple[str, str, str]  # phase, who, how
-
-
-def sharded(rank: int) -> TrainerLayout:
-    """Every tensor's rows are dealt out to the ranks."""
-    builder = _core.LayoutBuilder(rank)
-    tensors: dict[str, torch.Tensor] = {}
-    for index, (name, (rows, width)) in enumerate(fault_engine.SHAPES.items()):
-        count = rows // RANKS
-        builder.add_shard(
-            name,
-            "float32",
-            [rows, width],
-            [rank * count, 0],
-            [count, width],
-            index,
-            0,
-            [4 * width, 4],
-        )
-        tensors[name] = torch.zeros(count, width)
-    names = tuple(tensors)
-    table = _core.describe(list(tensors.values()), names)
-    return TrainerLayout(builder.build(), names, lambda: list(tensors.values()), table, rank, RANKS)
-
-
-def rows(seed: int, rank: int) -> dict[str, torch.Tensor]:
-    return {
-        name: whole.chunk(RANKS)[rank].contiguous()
-        for name, whole in fault_engine.weights(seed).items()
-    }
 
 
 class Trainer:
@@ -105,12 +76,12 @@ class Trainer:
             how = {**OPTIONS, "delivery": "direct"}
         options = wsync.Options(**how, directory=self.folder)
         engines = [fault_engine.Handle(path)] if self.rank == 0 else []
-        self.sync = wsync.connect(sharded(self.rank), engines, options=options)
+        self.sync = wsync.connect(sharded(fault_engine.weights(0)), engines, options=options)
 
     def update(self, version: str) -> None:
         assert self.sync is not None
         try:
-            weights: dict[str, Any] = rows(int(version), self.rank)
+            weights = rows_of(fault_engine.weights(int(version)))
             if self.lends:  # each time elsewhere
                 weights = {name: tensor.share_memory_() for name, tensor in weights.items()}
             self.sync.update(weights, version=version)
@@ -139,7 +110,6 @@ class Trainer:
 
 def run_trainer(rank: int, port: int, folder: str, pipe: Connection) -> None:
     """A trainer rank; does not return."""
-    status = 0
     try:
         trainer = Trainer(rank, port, folder)
         while True:
@@ -153,10 +123,8 @@ def run_trainer(rank: int, port: int, folder: str, pipe: Connection) -> None:
                 pipe.send((False, text if named else "".join(traceback.format_exc())))
     except EOFError:
         pass
-    except SystemExit as error:
-        status = int(str(error.code))
     finally:
-        os._exit(status)
+        os._exit(0)
 
 
 class Process:

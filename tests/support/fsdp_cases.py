@@ -408,11 +408,7 @@ def partial_error(local: bool) -> str:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     placements = [Replicate(), Partial()] if local else [Partial(), Shard(0)]
     tensor = DTensor.from_local(torch.ones(4, 3), mesh, placements)
-    try:
-        wsync.fsdp.layout({"model.norm.weight": tensor})
-    except wsync.UnsupportedError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: wsync.fsdp.layout({"model.norm.weight": tensor}))
 
 
 def two_dimensional_error(how: str) -> str:
@@ -425,11 +421,7 @@ def two_dimensional_error(how: str) -> str:
     unit = FullyShardedDataParallel(
         model, device_mesh=mesh["dp"], device_id=CPU, use_orig_params="orig" in how
     )
-    try:
-        wsync.fsdp.layout(unit)
-    except wsync.UnsupportedError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: wsync.fsdp.layout(unit))
 
 
 def cast_buffers(original: bool) -> list[list[str]]:
@@ -464,11 +456,7 @@ def resharded_error() -> str:
     layout = wsync.fsdp.layout({"w": distribute_tensor(whole, mesh, [Shard(0)])})
     moved = {"w": distribute_tensor(whole, mesh, [Shard(0)]).clone()}
     layout.bind(moved)
-    try:
-        layout.bind({"w": distribute_tensor(whole, mesh, [Shard(1)])})
-    except wsync.LayoutError as error:
-        return str(error)
-    return ""
+    return error_of(lambda: layout.bind({"w": distribute_tensor(whole, mesh, [Shard(1)])}))
 
 
 def uneven_rows(counts: Sequence[int]) -> list[bool]:
@@ -548,39 +536,6 @@ def megatron_fsdp_uneven_rows(counts: Sequence[int], said: bool) -> tuple[list[f
             at = index * rows + start[0]
             found[at : at + extent[0]] = part.tolist()
     return found, ""
-
-
-def shared_names(how: str) -> dict[str, bool]:
-    """The names that a layout has of a model with a shared parameter and a shared module, and
-    whether what ranks hold under them is right."""
-    linears = {name: torch.nn.Linear(4, 4, bias=False) for name in "abc"}
-    linears["b"].weight = linears["a"].weight
-    model: Any = torch.nn.Sequential(OrderedDict(linears))
-    unit = functools.partial(
-        FullyShardedDataParallel,
-        device_id=CPU,
-        use_orig_params=how == "fsdp1-orig",
-    )
-    with torch.no_grad():
-        model.a.weight.copy_(torch.arange(16.0).view(4, 4))
-        model.c.weight.copy_(-torch.arange(16.0).view(4, 4))
-    if how == "fsdp1-units":
-        model.c = unit(model.c)
-    model.d = model.c
-    expected = {name: 1.0 if name in "ab" else -1.0 for name in "abcd"}
-    model = fully_shard(model) if how == "fsdp2" else unit(model)
-    merged, held = gathered(wsync.fsdp.layout(model))
-    found = {}
-    for index, name in enumerate(merged.names()):
-        whole = torch.full((4, 4), float("nan"))
-        for rank, buffer, offset, start, extent, steps, _ in merged.shards(index):
-            data = torch.frombuffer(bytearray(held[rank][buffer]), dtype=torch.float32)
-            strides = [step // 4 for step in steps]
-            box = tuple(slice(a, a + n) for a, n in zip(start, extent, strict=True))
-            whole[box] = data.as_strided(extent, strides, offset // 4)
-        factor = expected[name.split(".")[0]]
-        found[name] = torch.equal(whole, factor * torch.arange(16.0).view(4, 4))
-    return dict(sorted(found.items()))
 
 
 def tied_names(first: bool, use_orig: bool) -> list[str]:

@@ -20,24 +20,23 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from support.cuda_cases import plan_failure
+from support.errors import error_of
 from support.fakecuda import calls, position
 from support.played_gpu import (
     PLACES,
     Pieces,
-    Played,
     PlayedTensor,
     by_handle,
     driver,
     in_pieces,
     source_of,
 )
+from support.rows import rows_of, sharded
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import Weights, draw, same
 from support.weights_only_engine import ProcessEngine
 
 import wsync
-from wsync import _core
-from wsync.layout import TrainerLayout
 from wsync.trainer import lending
 from wsync.trainer.sessions.worker import WorkerSession
 
@@ -51,35 +50,6 @@ SHAPES = {"a": (3100, 1000), "b": (3000,), "c": (40, 8), "d": (64, 96)}
 def fill(played: Mapping[str, PlayedTensor], weights: Weights) -> None:
     for name, tensor in weights.items():
         played[name].fill(tensor)
-
-
-def rows_of(weights: Weights) -> Weights:
-    """This rank's rows of every tensor."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return {n: t[rank * len(t) // size : (rank + 1) * len(t) // size] for n, t in weights.items()}
-
-
-def sharded(whole: Weights, played: Played) -> TrainerLayout:
-    """The layout of this rank, which has its rows there."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    builder = _core.LayoutBuilder(rank)
-    for index, (name, tensor) in enumerate(whole.items()):
-        rows, *rest = tensor.shape
-        first, last = rank * rows // size, (rank + 1) * rows // size
-        strides = [stride * tensor.itemsize for stride in tensor.stride()]
-        builder.add_shard(
-            name,
-            str(tensor.dtype).removeprefix("torch."),
-            tensor.shape,
-            [first, *(0 for _ in rest)],
-            [last - first, *rest],
-            index,
-            0,
-            strides,
-        )
-    names, tensors = tuple(whole), list(played.values())
-    table = _core.describe(tensors, names, gpu=True)
-    return TrainerLayout(builder.build(), names, lambda: tensors, table, rank, size)
 
 
 def steady(
@@ -141,11 +111,7 @@ def _connected(
 
 
 def _try(sync: wsync.Sync, weights: Any = None) -> str:
-    try:
-        sync.update(weights)
-    except wsync.WsyncError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_of(lambda: sync.update(weights))
 
 
 class Warned(logging.Handler):

@@ -347,11 +347,6 @@ def rejected(mutate, family, changes, parallel, options):
         return None
 
 
-def _weight(trainer, ending):
-    chunk = trainer.chunks[0]
-    return next(p for name, p in chunk.named_parameters() if name.endswith(ending))
-
-
 def _unknown_name(trainer):
     trainer.chunks[0].decoder.layers[0].register_parameter(
         "surprise", torch.nn.Parameter(torch.zeros(3))

@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from support.cuda_cases import sharded
 from support.errors import error_of
 from support.gpu_engine import GpuEngine, dry, where
+from support.rows import sharded
 from support.update_cases import before_receiving
 
 import wsync

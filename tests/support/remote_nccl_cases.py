@@ -16,18 +16,17 @@ import torch.distributed as dist
 from support import tensor_parallel_engine
 from support.engines import FIRST_GPU
 from support.errors import error_of
-from support.played_gpu import PlayedTensor, put
+from support.played_gpu import put
 from support.procs import runs
+from support.rows import rows_of, sharded
 from support.tensor_parallel_engine import TensorParallelEngine
 from support.tiny_qwen3 import draw, same
 from support.update_cases import before_receiving
 
 import wsync
-from wsync import _core
 from wsync.exchange import choose_exchange
 from wsync.exchange.choose_exchange import ExchangeSetup
 from wsync.exchange.remote_session import RemoteImporter
-from wsync.layout import TrainerLayout
 from wsync.trainer.connection import Connection
 
 GPUS = 8
@@ -47,13 +46,7 @@ class Census(ctypes.Structure):
     """fakenccl_census_t: what a process has not given back."""
 
     _fields_ = [
-        (name, ctypes.c_long)
-        for name in (
-            "communicators",
-            "works",
-            "received",
-            "operations",
-        )
+        (name, ctypes.c_long) for name in ("communicators", "works", "received", "operations")
     ]
 
 
@@ -160,32 +153,19 @@ class Held:
     """This rank's rows of every tensor, in memory of its GPU, which is the only one it sees."""
 
     def __init__(self, config: Any) -> None:
-        rank = dist.get_rank()
-        os.environ |= {"WSYNC_FAKE_CUDA_FIRST": str(rank), "WSYNC_FAKE_CUDA_DEVICES": "1"}
+        os.environ |= {
+            "WSYNC_FAKE_CUDA_FIRST": str(dist.get_rank()),
+            "WSYNC_FAKE_CUDA_DEVICES": "1",
+        }
         self.config = config
-        self.tensors: list[PlayedTensor] = []
-        builder = _core.LayoutBuilder(rank)
-        for index, (name, whole) in enumerate(draw(config, 0).items()):
-            rows = self._rows(whole)
-            mine = whole[rows].contiguous()
-            self.tensors.append(put(mine))
-            start = [rows.start, *[0] * (whole.dim() - 1)]
-            strides = [stride * whole.itemsize for stride in mine.stride()]
-            builder.add_shard(name, "float32", whole.shape, start, mine.shape, index, 0, strides)
-        names = tuple(draw(config, 0))
-        table = _core.describe(self.tensors, names, gpu=True)
-        size = dist.get_world_size()
-        self.layout = TrainerLayout(builder.build(), names, lambda: self.tensors, table, rank, size)
-
-    @staticmethod
-    def _rows(whole: Any) -> slice:
-        rank, size, rows = dist.get_rank(), dist.get_world_size(), len(whole)
-        return slice(rank * rows // size, (rank + 1) * rows // size)
+        weights = draw(config, 0)
+        self.tensors = {name: put(mine) for name, mine in rows_of(weights).items()}
+        self.layout = sharded(weights, self.tensors)
 
     def train(self, seed: int) -> None:
         """Other weights, where those were."""
-        for tensor, whole in zip(self.tensors, draw(self.config, seed).values(), strict=True):
-            tensor.fill(whole[self._rows(whole)].contiguous())
+        for name, mine in rows_of(draw(self.config, seed)).items():
+            self.tensors[name].fill(mine)
 
 
 _held: list[Held] = []

@@ -11,7 +11,8 @@ from unittest import mock
 import torch.distributed as dist
 from support import fault_engine
 from support.errors import error_of
-from support.fault_lab import RANKS, rows, sharded
+from support.fault_lab import RANKS
+from support.rows import rows_of, sharded
 
 import wsync
 from wsync.trainer.connection import Connection
@@ -37,9 +38,10 @@ def late(place: str, exchange: str, path: str) -> tuple[str, float]:
     late and kills worker 1 meanwhile."""
     rank, engine = dist.get_rank(), fault_engine.Handle(path)
     options = wsync.Options(**OPTIONS, exchange=exchange)
-    with wsync.connect(sharded(rank), [engine] if rank == 0 else [], options=options) as sync:
+    engines, source = [engine] if rank == 0 else [], sharded(fault_engine.weights(0))
+    with wsync.connect(source, engines, options=options) as sync:
         if place != "plan":  # which is made once
-            sync.update(rows(1, rank), version="1")
+            sync.update(rows_of(fault_engine.weights(1)), version="1")
         owner, name = PLACES[place]
         method = getattr(owner, name)
 
@@ -54,5 +56,6 @@ def late(place: str, exchange: str, path: str) -> tuple[str, float]:
 
         start = time.monotonic()
         with mock.patch.object(owner, name, wait if rank == RANKS - 1 else method):
-            text = error_of(lambda: sync.update(rows(2, rank), version="2"))
+            weights = rows_of(fault_engine.weights(2))
+            text = error_of(lambda: sync.update(weights, version="2"))
         return text, time.monotonic() - start
