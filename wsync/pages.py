@@ -34,7 +34,8 @@ _OTHERS: Final = ("pack", "local", "unpack", "load", "post", "join", "take", "fi
 _COLOURS: Final = {
     name: f"hsl({137 * number % 360}, 45%, 55%)" for number, name in enumerate((*_PHASES, *_OTHERS))
 }
-_SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading")  # shown above the other facts
+# shown above the other facts
+_SHOWN: Final = ("version", "phases", "ways", "paths", "own_loading", "paused")
 _PIXELS: Final = 4000  # in a lane; each shows at most one span of a kind
 # characters that XML cannot contain
 _UNWRITABLE: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -103,6 +104,8 @@ def update(facts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> li
     for way, names in facts["ways"].items():
         said = [f"{name} ({paths[name]})" if name in paths else name for name in names]
         parts.append(tag("p", f"by {way}: {', '.join(said)}"))
+    for name, size in facts["paused"].items():
+        parts.append(tag("p", f"{name} did not generate for {_duration(size)}"))
     for name, text in facts["own_loading"].items():
         parts.append(tag("p", f"by its own load_weights, {name}: {text}"))
     phases = list[list[str | Element]]()
