@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/copy.h"
+#include "device/host_copy.h"
+#include "draw.h"
 #include "harness.h"
 
 static wsync_place_t place(wsync_dtype_t dtype, uint64_t offset, int64_t outer,
@@ -115,22 +117,16 @@ TEST(impossible_casts_are_refused)
     CHECK_EQ(copies.count, 0);
 }
 
-static uint32_t next_random(uint32_t *state)
-{
-    *state = *state * 1664525U + 1013904223U;
-    return *state >> 16;
-}
-
 /* Six strides of a random permutation of row-major storage with a gap after each dimension;
  * returns the bytes spanned. */
-static uint64_t random_strides(uint32_t *state, const int64_t extent[WSYNC_MAX_NDIM],
+static uint64_t random_strides(random_state_t *random, const int64_t extent[WSYNC_MAX_NDIM],
                                size_t item_nbytes, int64_t stride[WSYNC_MAX_NDIM])
 {
     unsigned order[WSYNC_MAX_NDIM] = {0, 1, 2, 3, 4, 5};
     int64_t step = (int64_t)item_nbytes;
 
     for (unsigned i = WSYNC_MAX_NDIM; i-- > 1;) {
-        const unsigned j = next_random(state) % 3 == 0 ? next_random(state) % (i + 1) : i;
+        const unsigned j = draw(random, 3) == 0 ? (unsigned)draw(random, i + 1) : i;
         const unsigned swap = order[i];
 
         order[i] = order[j];
@@ -139,38 +135,11 @@ static uint64_t random_strides(uint32_t *state, const int64_t extent[WSYNC_MAX_N
     for (unsigned i = WSYNC_MAX_NDIM; i-- > 0;) {
         stride[order[i]] = step;
         step *= extent[order[i]];
-        if (next_random(state) % 3 == 0) {
+        if (draw(random, 3) == 0) {
             step += (int64_t)item_nbytes;
         }
     }
     return (uint64_t)step;
-}
-
-/* Writes where each destination byte of a list comes from: one element at a time. */
-static void apply(const wsync_copies_t *copies, const uint8_t *source, uint8_t *destination)
-{
-    for (size_t i = 0; i < copies->count; i++) {
-        const wsync_copy_t *copy = &copies->items[i];
-        const size_t item = copy->destination_item_nbytes;
-        int64_t count = (int64_t)copy->row_count;
-
-        for (unsigned j = 0; j < copy->ndim; j++) {
-            count *= copy->extent[j];
-        }
-        for (int64_t index = 0; index < count; index++) {
-            int64_t rest = index / (int64_t)copy->row_count;
-            const size_t along = (size_t)index % copy->row_count * item;
-            size_t from = copy->source_offset + along;
-            size_t to = copy->destination_offset + along;
-
-            for (unsigned j = copy->ndim; j-- > 0;) {
-                from += (size_t)(rest % copy->extent[j] * copy->source_stride[j]);
-                to += (size_t)(rest % copy->extent[j] * copy->destination_stride[j]);
-                rest /= copy->extent[j];
-            }
-            memcpy(destination + to, source + from, item);
-        }
-    }
 }
 
 TEST(random_copies_move_every_element)
@@ -179,11 +148,13 @@ TEST(random_copies_move_every_element)
     static uint8_t source[NBYTES];
     static uint8_t expected[NBYTES];
     static uint8_t found[NBYTES];
-    uint32_t state = 7;
+    const wsync_span_t from_span = {source, NBYTES};
+    const wsync_span_t to_span = {found, NBYTES};
+    random_state_t random = {7};
     int several = 0;
 
     for (int i = 0; i < NBYTES; i++) {
-        source[i] = (uint8_t)next_random(&state);
+        source[i] = (uint8_t)draw(&random, 256);
     }
     for (int round = 0; round < ROUNDS; round++) {
         int64_t extent[WSYNC_MAX_NDIM];
@@ -194,11 +165,11 @@ TEST(random_copies_move_every_element)
         int64_t count = 1;
 
         for (unsigned i = 0; i < WSYNC_MAX_NDIM; i++) {
-            extent[i] = 1 + (int64_t)(next_random(&state) % 3);
+            extent[i] = 1 + (int64_t)draw(&random, 3);
             count *= extent[i];
         }
-        CHECK(random_strides(&state, extent, 2, from.stride) + from.offset <= NBYTES);
-        CHECK(random_strides(&state, extent, 2, to.stride) + to.offset <= NBYTES);
+        CHECK(random_strides(&random, extent, 2, from.stride) + from.offset <= NBYTES);
+        CHECK(random_strides(&random, extent, 2, to.stride) + to.offset <= NBYTES);
         memset(expected, 0xee, NBYTES);
         memset(found, 0xee, NBYTES);
         for (int64_t index = 0; index < count; index++) {
@@ -215,7 +186,7 @@ TEST(random_copies_move_every_element)
         }
         CHECK_OK(wsync_copies_append(&copies, extent, &from, &to, &err), err);
         CHECK_EQ(wsync_copies_nbytes(copies.items, copies.count), 2 * count);
-        apply(&copies, source, found);
+        wsync_host_copy_run(copies.items, copies.count, &from_span, &to_span);
         CHECK_EQ(memcmp(expected, found, NBYTES), 0);
         several += copies.count > 1;
         wsync_copies_fini(&copies);

@@ -49,9 +49,8 @@ enum { MIXED = sizeof(mixed) / sizeof(mixed[0]), RUNS = 1 + ROWS };
 
 TEST(long_runs_from_pinned_memory_are_one_batch)
 {
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const rig_t rig = make_rig(EXTENT);
     const wsync_span_t source = new_source(EXTENT, 1);
     off_t before;
@@ -69,15 +68,12 @@ TEST(long_runs_from_pinned_memory_are_one_batch)
     end_rig(&rig);
     unpin(&rig, source.data);
     free(source.data);
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 TEST(a_driver_without_batches_is_given_runs_one_by_one)
 {
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const wsync_span_t source = new_source(EXTENT, 2);
     const char *call = text;
     int count = 0;
@@ -98,8 +94,6 @@ TEST(a_driver_without_batches_is_given_runs_one_by_one)
     end_rig(&rig);
     unpin(&rig, source.data);
     free(source.data);
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 /* The ring of an engine without wsync, say. */

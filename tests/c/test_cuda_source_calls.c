@@ -9,9 +9,8 @@
 /* One of the rows is long enough for a copy engine. */
 TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
 {
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const rig_t rig = make_rig(NBYTES);
     const wsync_span_t source = new_source(NBYTES, 11);
     const wsync_event_t ready = {rig.control, 0};
@@ -40,8 +39,6 @@ TEST(a_round_from_pinned_memory_is_one_wait_one_launch_one_run_one_record)
     end_rig(&rig);
     unpin(&rig, source.data);
     free(source.data);
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 /* Takes a word out of a text. */
@@ -63,9 +60,8 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
                                       .extent = {12000},
                                       .source_stride = {1001},
                                       .destination_stride = {1000}};
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const rig_t rig = make_rig(12000000);
     const wsync_span_t source = new_source(12012000, 12);
     off_t before;
@@ -81,8 +77,6 @@ TEST(a_second_update_from_pageable_memory_makes_nothing_new)
               "cuLaunchKernel cuLaunchKernel ");
     end_rig(&rig);
     free(source.data);
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 /* The same addresses, first pinned and then not: a launch that read them would be an error
@@ -145,9 +139,8 @@ TEST(pages_that_would_move_to_the_device_are_read_by_the_host)
 {
     const wsync_copy_t run = {
         .row_count = 1000, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const wsync_span_t source = new_source(NBYTES, 20);
     rig_t rig;
     off_t before;
@@ -161,8 +154,6 @@ TEST(pages_that_would_move_to_the_device_are_read_by_the_host)
     CHECK_HAS(text, "cuMemHostRegister");
     end_rig(&rig);
     free(source.data);
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 /* As where an allocator has given one piece of an expandable segment back. */
@@ -218,9 +209,8 @@ TEST(a_coherent_device_uses_host_memory_as_its_own)
          .destination_offset = NBYTES,
          .destination_item_nbytes = 1},
     };
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     rig_t rig;
     wsync_memory_t *memory;
     const wsync_span_t source = new_source(NBYTES, 17);
@@ -242,6 +232,4 @@ TEST(a_coherent_device_uses_host_memory_as_its_own)
     rig.memory = memory;
     end_rig(&rig);
     free(source.data);
-    (void)unlink(path);
-    (void)close(fd);
 }

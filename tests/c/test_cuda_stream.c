@@ -60,9 +60,8 @@ static bool becomes_idle(const wsync_cuda_driver_t *driver, wsync_cu_stream_t st
  * NCCL go on while wsync's waits for another process, and so do uploads. */
 TEST(a_stream_that_waits_keeps_no_others)
 {
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const wsync_cuda_driver_t *driver;
     wsync_cu_stream_t other = NULL;
     wsync_stream_t *uploader;
@@ -90,16 +89,13 @@ TEST(a_stream_that_waits_keeps_no_others)
     CU(driver->stream_destroy(other));
     wsync_stream_destroy(uploader);
     end_rig(&rig);
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 /* Buffers that moved cost an upload of addresses, not of the plan. */
 TEST(moved_buffers_are_bound_anew)
 {
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const wsync_device_t *device = gpu();
     wsync_memory_t *buffers[3] = {make_buffer(device, NBYTES), make_buffer(device, NBYTES),
                                   make_buffer(device, NBYTES)};
@@ -127,8 +123,6 @@ TEST(moved_buffers_are_bound_anew)
     for (int i = 0; i < 3; i++) {
         wsync_memory_destroy(buffers[i]);
     }
-    (void)unlink(path);
-    (void)close(fd);
 }
 
 /* Copy engines are not trusted with it. */
@@ -136,9 +130,8 @@ TEST(a_long_run_between_memory_of_devices_is_a_launch)
 {
     const wsync_copy_t run = {
         .row_count = NBYTES, .source_item_nbytes = 1, .destination_item_nbytes = 1};
-    char path[] = "/var/tmp/wsync-calls-XXXXXX";
     char text[CALLS_NBYTES];
-    const int fd = open_log(path);
+    const int fd = open_log();
     const wsync_device_t *device = gpu();
     wsync_memory_t *from = make_buffer(device, NBYTES);
     wsync_memory_t *to = make_buffer(device, NBYTES);
@@ -159,6 +152,4 @@ TEST(a_long_run_between_memory_of_devices_is_a_launch)
     wsync_stream_destroy(stream);
     wsync_memory_destroy(from);
     wsync_memory_destroy(to);
-    (void)unlink(path);
-    (void)close(fd);
 }

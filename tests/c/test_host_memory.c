@@ -141,17 +141,13 @@ TEST(import_refuses_memory_that_is_not_there_yet)
     (void)close(fd);
 }
 
-/* Writes a file of a system that is played below `root`; "" removes it. */
+/* Writes a file of a system that is played below `root`. */
 static void play(const char *root, const char *name, const char *text)
 {
     char path[512];
     FILE *file;
 
     (void)snprintf(path, sizeof(path), "%s%s", root, name);
-    if (text[0] == '\0') {
-        CHECK_EQ(unlink(path), 0);
-        return;
-    }
     file = fopen(path, "we");
     CHECK(file != NULL);
     CHECK(fputs(text, file) >= 0);
@@ -188,15 +184,6 @@ TEST(what_a_control_group_uses_is_not_available)
     play(root, "/sys/fs/cgroup/memory/memory.usage_in_bytes", "3000\n");
     play(root, "/sys/fs/cgroup/memory/memory.stat", "cache 1\ntotal_inactive_file 200\n");
     CHECK_EQ(wsync_host_memory_available(root), 1200);
-    play(root, "/proc/meminfo", "");
-    play(root, "/sys/fs/cgroup/memory.max", "");
-    play(root, "/sys/fs/cgroup/memory.current", "");
-    play(root, "/sys/fs/cgroup/memory.stat", "");
-    play(root, "/sys/fs/cgroup/memory/memory.limit_in_bytes", "");
-    play(root, "/sys/fs/cgroup/memory/memory.usage_in_bytes", "");
-    play(root, "/sys/fs/cgroup/memory/memory.stat", "");
-    for (size_t i = 6; i > 0; i--) {
-        (void)snprintf(path, sizeof(path), "%s%s", root, folders[i - 1]);
-        CHECK_EQ(rmdir(path), 0);
-    }
+    (void)snprintf(path, sizeof(path), "rm -rf %s", root);
+    CHECK_EQ(system(path), 0);
 }
