@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_checked_engine
 import torch
 
 import wsync
@@ -16,45 +17,22 @@ OPTIONS = wsync.Options(deadline=60.0, progress=False)
 PATIENCE = 60.0
 
 
-class Engine:
-    """A handle that notes what it is told, and waits or raises where it is to."""
-
-    workers = 1
-    load_formats = ()
+class Engine(test_checked_engine.Engine):
+    """One that waits or raises where it is to."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.told: list[str] = []
+        super().__init__(name)
         self.acts: dict[str, Exception | threading.Event] = {}
         self.reached = threading.Event()
 
-    def pause(self, mode: str, timeout: float) -> None:
-        self._act("pause")
-
-    def flush(self, timeout: float) -> None:
-        self._act("flush")
-
-    def update_weights(self, *_: Any, **__: Any) -> None: ...
-
-    def update_weights_from_disk(
-        self, path: str, *, weight_version: int | str | None, timeout: float
-    ) -> None:
-        self._act(f"load {weight_version}")
-
-    def resume(self, timeout: float) -> None:
-        self._act("resume")
-
-    def model_info(self, timeout: float) -> dict[str, Any]:
-        return {}
-
-    def _act(self, what: str) -> None:
+    def _hear(self, what: str) -> None:
         act = self.acts.get(what)
         if isinstance(act, threading.Event):
             self.reached.set()
             act.wait(PATIENCE)
         elif act is not None:
             raise act
-        self.told.append(what)
+        super()._hear(what)
 
 
 class Dead(Engine):
@@ -105,7 +83,7 @@ def test_a_load_that_does_not_end_costs_the_next_update_its_deadline_and_is_name
 ) -> None:
     slow, go_on = Engine("slow"), threading.Event()
     options = wsync.Options(deadline=0.5, progress=False)
-    slow.acts["load 1"] = go_on
+    slow.acts["load"] = go_on
     try:
         with disk(tmp_path, slow, options=options) as sync:
             for text in ("engine slow: no answer", "engine slow: still busy with a request"):

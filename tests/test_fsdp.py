@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,19 +147,12 @@ def test_sharded_state_dicts_of_fsdp1(four: Ranks, how: str, kind: str, tied: bo
         assert fact["shards"] > 20
 
 
-def _played(mesh_shape: tuple[int, ...], placements: Any, whole: torch.Tensor) -> list[Any]:
+def _played(
+    mesh_shape: tuple[int, ...], placements: Any, whole: torch.Tensor, make: Any = layout
+) -> list[Any]:
     """The layout and the local tensor of every rank of a mesh that exists in name only."""
-    from torch.distributed.tensor import distribute_tensor
-
-    def cut(mesh: Any) -> Any:
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-
-    return _cut_by_all(mesh_shape, cut)
-
-
-def _cut_by_all(mesh_shape: tuple[int, ...], cut: Callable[[Any], Any]) -> list[Any]:
-    """The layout of what every rank of a mesh cuts, and its local tensor."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     found = []
@@ -167,8 +160,9 @@ def _cut_by_all(mesh_shape: tuple[int, ...], cut: Callable[[Any], Any]) -> list[
     for rank in range(count):
         dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
         try:
-            tensor = cut(init_device_mesh("cpu", mesh_shape))
-            found.append((layout({"w": tensor}).layout, tensor._local_tensor))
+            mesh = init_device_mesh("cpu", mesh_shape)
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            found.append((make({"w": tensor}).layout, tensor._local_tensor))
         finally:
             dist.destroy_process_group()
     return found
@@ -270,15 +264,17 @@ def _linears() -> Any:
     return torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
 
 
-def test_a_parameter_of_two_names_is_delivered_under_both() -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_parameter_of_two_names_is_delivered_under_both(tied: bool) -> None:
     """An engine has both; whether they are one tensor may change, as long as each is delivered."""
     model = _linears()
-    model["b"].weight = model["a"].weight
+    if tied:
+        model["b"].weight = model["a"].weight
     found = layout(model)
     assert found.layout.names() == ["a.weight", "b.weight", "c.weight"]
     table = found.bind()
-    assert table[0][0] == table[1][0] == model["a"].weight.data_ptr()
-    model["b"].weight = model["c"].weight  # as many tensors as before
+    assert (table[0][0] == table[1][0]) == tied
+    model["b"].weight = model["c"].weight
     table = found.bind()
     assert table[0][0] == model["a"].weight.data_ptr()
     assert table[1][0] == table[2][0] == model["c"].weight.data_ptr()
@@ -344,15 +340,6 @@ def test_a_tied_head_of_a_vision_language_model_goes_by_the_name_of_the_embeddin
     config = transformers.InternVLConfig(text_config=text, tie_word_embeddings=True)
     found = layout(_Tied(True), config)
     assert found.layout.names() == ["model.embed_tokens.weight"]
-
-
-def test_parameters_that_were_tied_are_both_delivered() -> None:
-    model = _linears()
-    found = layout(model)
-    model["b"].weight = model["a"].weight
-    table = found.bind()
-    assert table[0][0] == table[1][0] == model["a"].weight.data_ptr()
-    assert table[2][0] == model["c"].weight.data_ptr()
 
 
 def test_a_module_that_was_replaced_is_read_anew() -> None:
@@ -556,18 +543,10 @@ def test_a_missing_tensor_is_named() -> None:
 
 
 def test_sharded_tensors_are_no_whole_tensors() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.distributed.tensor import Shard
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None)
-        with pytest.raises(wsync.InvalidArgumentError, match=r"w: a DTensor .*wsync\.fsdp\.layout"):
-            from_tensors({"w": tensor})
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(wsync.InvalidArgumentError, match=r"w: a DTensor .*wsync\.fsdp\.layout"):
+        _played((2,), [Shard(0)], torch.ones(4, 2), from_tensors)
 
 
 UPDATES = {

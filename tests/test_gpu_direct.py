@@ -3,40 +3,19 @@ byte for byte, and by the log of calls.  What it refuses fails the test (conftes
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fakecuda, gpu_direct_cases
+from support import gpu_direct_cases
 from support.gpu_direct_log import check_rank, check_worker
 from support.procs import Ranks
 from support.tiny_qwen3 import dense
+from test_cuda_update import _ranks, trainer, trainers
+
+__all__ = ["trainer", "trainers"]
 
 PLACES = ["by handle", "in pieces"]
-
-
-@contextmanager
-def _ranks(count: int, folder: Path, **settings: str) -> Iterator[Ranks]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (fakecuda.logged(folder, devices=2) | settings).items():
-            patch.setenv(name, value)
-        with Ranks(count, path=sys.path) as started:
-            yield started
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with _ranks(1, tmp_path_factory.mktemp("one")) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with _ranks(2, tmp_path_factory.mktemp("two")) as started:
-        yield started
 
 
 @pytest.mark.parametrize("place", PLACES)
