@@ -20,7 +20,7 @@ from wsync.exchange.remote_session import Introduction
 
 # the ways in which engines may be reached where updates are staged
 WAYS: dict[str, dict[str, Any]] = {
-    "remote": {"delivery": "distributed"},
+    "remote": {"delivery": "distributed", "stage": "on"},
     "same host": {"delivery": "wsync", "stage": "on"},
 }
 Weights = dict[str, torch.Tensor]

@@ -68,9 +68,10 @@ class Options:
             shares a prefix only between requests with the same `extra_key`.
         stage: whether engines take an update's bytes while they generate, and pause only to copy
             them into their weights (see `Sync.stage`).  Each worker then keeps memory for its whole
-            share, in GPU memory if its weights are there.  "auto" does this if all engines run
-            wsync's receiver as remote engines, and each worker's share is at most half of the
-            memory that is free there when the trainer connects.  "on": also on the trainer's host;
+            share, in GPU memory if its weights are there.  "auto" does this if all engines are
+            remote ones that run wsync's receiver with weights in host memory, and each worker's
+            share is at most half of the memory that is free there when the trainer connects.
+            "on": also on the trainer's host, and on GPUs, where it has run on stand-ins only;
             NoMemoryError if a share does not fit.  The first update of a connection is not staged,
             because engines learn first where weights go.
         exchange: how bytes move between trainer ranks.  "shared" needs all ranks on one host, GPUs

@@ -169,7 +169,7 @@ class Connection:
             self._own_loading.setdefault(engine, reason)
         reaching = {int(n): reached for rank in told for n, reached in rank["reaching"].items()}
         left = self._split(layouts, reaching)
-        free = {int(n): nbytes for rank in told for n, nbytes in rank["free"].items()}
+        free = {int(n): known for rank in told for n, known in rank["free"].items()}
         staged = planning.may_stage(left, free, bool(self.reading))
         given, self._rounds_plan = planning.fit(left, device, staged)
         # workers read in place during round 0
@@ -277,7 +277,7 @@ class Connection:
             "learnt": {s.worker: s.own_loading for s in self._receivers if s.own_loading},
             "reaching": {s.worker: s.reaches for s in able},
             "free": {
-                s.worker: s.exporter.introduction.free_nbytes
+                s.worker: (s.exporter.introduction.gpu, s.exporter.introduction.free_nbytes)
                 for s in self._receivers
                 if isinstance(s, RemoteSession)
             },

@@ -74,11 +74,13 @@ class Planning:
         device = find(self._device([facts["gpus"] for facts in told]))
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
 
-    def may_stage(self, layouts: list[bytes], free: Mapping[int, int], reading: bool) -> bool:
+    def may_stage(
+        self, layouts: list[bytes], free: Mapping[int, tuple[str, int]], reading: bool
+    ) -> bool:
         """Whether engines may take all rounds before they pause (see Options.stage).
 
-        free: by number, the free memory of remote workers.  reading: whether workers read lent
-        memory in place.
+        free: by number, the GPU of each remote worker, "" for the host, and its free memory.
+        reading: whether workers read lent memory in place.
 
         Raises:
             NoMemoryError: a remote worker's share does not fit, with stage="on".
@@ -86,9 +88,10 @@ class Planning:
         options, workers = self.options, self.roster.workers
         on = options.stage == "on"
         near = any(worker.delivery is not Delivery.REMOTE for worker in workers)
-        if options.stage == "off" or reading or not (on or (not near and not options.ring_nbytes)):
+        auto = options.stage == "auto" and not near and not options.ring_nbytes
+        if reading or not (on or (auto and not any(gpu for gpu, _ in free.values()))):
             return False
-        for number, nbytes in free.items():
+        for number, (_, nbytes) in free.items():
             given = layouts[number] not in (WHOLE, PIECES)
             kept = _core.Layout.from_bytes(layouts[number]) if given else self.roster.model
             if kept.nbytes <= nbytes * (1 if on else _STAGE_SHARE):
