@@ -242,7 +242,8 @@ class Calls:
         self.llm_engine: Any = None
 
     def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
-        self.seen.append((method, *args))
+        if method != "wsync_describe" or not args:
+            self.seen.append((method, *args))
         return [json.dumps(self.facts)]
 
 
@@ -272,7 +273,15 @@ def test_each_engine_that_a_call_reaches_gets_messages_of_its_own() -> None:
     with pytest.raises(wsync.RemoteError, match="worker 1: control message: Expecting property"):
         worker.wsync_update(["theirs", "{'mine'}"], None, 2)
     with pytest.raises(wsync.RemoteError, match="of engine 3 got none"):
-        worker.wsync_update(["theirs"], None, 2)  # by an actor, which does not tell of it
+        worker.wsync_update(["theirs"], None, 2)
+
+    class Actor:  # does not tell how many there are, and answers for the first
+        def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
+            worker.wsync_describe(*args)
+            return Calls(engine=2).collective_rpc(method)
+
+    with pytest.raises(wsync.RemoteError, match="engine 3 shares its API with engine 2"):
+        VllmHandle(Actor())
     assert worker.wsync_update(["{}"], None, 3)[0] is False
     worker.parallel_config.data_parallel_hybrid_lb = True
     with pytest.raises(wsync.UnsupportedError, match="how many engines one API reaches"):

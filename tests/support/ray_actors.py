@@ -143,7 +143,7 @@ class Llm:
     async def collective_rpc(self, method: str, args: Any = ()) -> list[Any]:
         return [await asyncio.to_thread(getattr(self, method), *args)]
 
-    def wsync_describe(self) -> str:
+    def wsync_describe(self, only: int | None = None) -> str:
         version, instance = self._worker.updates.weight_version, str(os.getpid())
         facts = {"rank": 0, "workers": 1, "engine": 0, "engines": 1, "instance": instance}
         return json.dumps({**facts, "weight_version": version})

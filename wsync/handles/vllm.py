@@ -189,9 +189,11 @@ class VllmHandle(LocalHandle):
             )
         if isinstance(self._engine, VllmServer):
             told = int(self._call("get_world_size", timeout) or 0) // int(first["workers"])
-        else:  # of an AsyncLLM; actors do not tell
+        else:  # of an AsyncLLM
             core = getattr(self._engine, "engine_core", None)
             told = len(getattr(core, "engine_ranks_managed", ()))
+        if not told:  # as of an actor: another engine than the first one raises
+            self._ask_workers("wsync_describe", timeout, first["engine"])
         return max(told, 1)
 
     def _describe(self, timeout: float) -> list[dict[str, Any]]:

@@ -79,12 +79,17 @@ class WorkerExtension:
     device: Any
     rank: int
 
-    def wsync_describe(self) -> str:
+    def wsync_describe(self, only: int | None = None) -> str:
         """Describes this worker as JSON: its rank, the number of workers of its engine, the number
         of this engine, whether its API reaches no other one, why it cannot be updated, the version
         of its weights (null if they are not those of one update), which caches keep results of the
-        weights, and whether layers of the model draft tokens."""
+        weights, and whether layers of the model draft tokens.
+
+        Raises UnsupportedError in an engine that is not number `only`, if that is given."""
         parallel = self.parallel_config
+        engine = engine_of(parallel)
+        if only not in (None, engine) and self.rank == parallel.world_size - 1:
+            raise UnsupportedError(f"engine {engine} shares its API with engine {only}")
         model = self.model_runner.get_model()
         receiver: Receiver | None = vars(model).get(_RECEIVER)
         whole = receiver is not None and not receiver.trouble
@@ -95,7 +100,7 @@ class WorkerExtension:
             {
                 "rank": self.rank,
                 "workers": parallel.world_size,
-                "engine": engine_of(parallel),
+                "engine": engine,
                 "engines": parallel.data_parallel_size,  # 1 for a model without experts
                 "alone": getattr(parallel, "data_parallel_external_lb", False),
                 "obstacle": obstacle(parallel),
