@@ -256,12 +256,16 @@ def test_a_number_of_workers_that_is_given_hides_nothing(
         wsync.connect({"w": torch.ones(2)}, [wsync.handle(server.url, workers=2)])
 
 
+LOCAL = "enable_dp_attention_local_control_broadcast"
+
+
 @pytest.mark.parametrize(
     ("started", "options", "text"),
     [
         ({"dp_size": 2}, {}, "dp_size 2: SGLang updates data-parallel replicas"),
         ({"nnodes": 2}, {"delivery": "stock"}, "nnodes 2: workers are on another host"),
         ({"nnodes": 2}, {"delivery": "distributed"}, ""),
+        ({LOCAL: True, "attn_dp_size": 2}, {}, f"{LOCAL}: its data-parallel groups"),
         ({"dp_size": 2, "enable_dp_attention": True, "nnodes": 1}, {}, ""),
     ],
 )

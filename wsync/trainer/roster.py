@@ -119,6 +119,11 @@ def _obstacle(
             f"dp_size {replicas}: SGLang updates data-parallel replicas with tensors only if "
             "enable_dp_attention is set; set it, or use DiskSync"
         )
+    if started.get("enable_dp_attention_local_control_broadcast"):  # or SGLANG_RUST_SERVER
+        return (
+            "enable_dp_attention_local_control_broadcast: its data-parallel groups would wait for "
+            "each other in an update, each in another step: start it without"
+        )
     if delivery is Delivery.STOCK and (hosts != 1 or (gpu is None and is_elsewhere(engine.name))):
         where = f"nnodes {hosts}: workers are" if hosts != 1 else "it is"
         return (
