@@ -70,5 +70,6 @@ def test_weights_that_sglang_has_rewritten_are_refused(engine: SglangProcesses) 
         with pytest.raises(wsync.RemoteError, match="UnquantizedLinearMethod has replaced it"):
             sync.update(engine.weights(1))
     assert engine.ask("found") == before
-    assert [worker["consistent"] for worker in inspection.look(engine).workers] == [True, True]
+    said = [(each["worker"], each["consistent"]) for each in inspection.look(engine).workers]
+    assert said == [(0, True), (1, True)]
     assert [process.poll() for process in engine.processes] == [None, None]

@@ -62,7 +62,8 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
             control = payload.control_bytes(named_tensors)
             receiver = vars(model).get(_RECEIVER)
             if receiver is None:
-                receiver = vars(model)[_RECEIVER] = Receiver(SglangLoader(model))
+                rank = int(getattr(_group("_TP"), "rank_in_group", 0))
+                receiver = vars(model)[_RECEIVER] = Receiver(SglangLoader(model), worker=rank)
         success, text = receiver.answer(named_tensors)
         _forget_images()
         if not success:
@@ -90,7 +91,8 @@ class SglangLoader(RecordedLoader):
     """
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
-        if (stages := _pipeline_stages()) > 1:
+        # the trainer's handle may not have checked it
+        if (stages := getattr(_group("_PP"), "world_size", 1)) > 1:
             raise UnsupportedError(
                 f"pp_size {stages}: SGLang gives a message for a tensor-parallel rank to every "
                 "pipeline stage, but only one stage can follow it; use DiskSync for such engines"
@@ -125,10 +127,9 @@ class SglangLoader(RecordedLoader):
         return metadata.physical_to_logical_map.cpu().numpy().tobytes()
 
 
-def _pipeline_stages() -> int:
-    """Returns the number of pipeline stages; the trainer's handle may not have checked it."""
-    module = sys.modules.get("sglang.srt.distributed.parallel_state")
-    return int(getattr(getattr(module, "_PP", None), "world_size", 1))
+def _group(name: str) -> Any:
+    """Returns one of this process's parallel groups; None where SGLang has made none."""
+    return getattr(sys.modules.get("sglang.srt.distributed.parallel_state"), name, None)
 
 
 def undone(model: Any, path: str) -> bool:
