@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -70,16 +71,20 @@ def test_the_first_update_and_others_where_nothing_is_staged(
     assert same(engine.weights(), weights)
 
 
-def test_calls_out_of_order_change_nothing(config: Any, engine: TensorParallelEngine) -> None:
-    weights = draw(config, 1)
-    with connected(engine, weights, **WAYS["remote"]) as sync:
+def test_commit_needs_a_staged_update_and_the_newest_one_counts(
+    config: Any, engine: TensorParallelEngine
+) -> None:
+    second, third = draw(config, 2), draw(config, 3)
+    with connected(engine, draw(config, 1), **WAYS["remote"]) as sync:
         with pytest.raises(_core.StateError, match="commit: no update is staged"):
             sync.commit()
-        sync.stage(version=2)
-        for call in (sync.stage, sync.update):
-            with pytest.raises(_core.StateError, match="version 2 is staged; call commit first"):
-                call()
-        assert sync.commit().version == "2"
+        assert sync.stage(second, version=2)
+        assert not sync.stage(third, version=3)
+        assert sync.commit().version == engine.weight_version == "3"
+        assert same(engine.weights(), third)
+        assert sync.stage(second, version=4)
+        assert sync.update(third, version=5).version == engine.weight_version == "5"
+        assert same(engine.weights(), third)
 
 
 def test_what_has_no_place_for_an_image_is_named(config: Any, server: str) -> None:
@@ -98,12 +103,17 @@ def test_workers_without_room(
     with connected(engine, weights, delivery="distributed") as sync:
         assert not sync.stage()
         sync.commit()
-    text = rf"engine {engine.name}: worker 0 needs [\d,]+ bytes to stage .* has 1,000 free"
+    half = sum(tensor.nbytes for tensor in weights.values()) / 2  # and norms, which both keep
+    text = (
+        rf"engine {engine.name}: its workers there need ([\d,]+) bytes to stage .* 1,000 are free"
+    )
     with (
-        pytest.raises(_core.NoMemoryError, match=text),
+        pytest.raises(_core.NoMemoryError, match=text) as caught,
         connected(engine, weights, delivery="distributed", stage="on"),
     ):
         pass
+    found = re.search(text, str(caught.value))
+    assert found and half < int(found[1].replace(",", "")) < 1.1 * half
 
 
 @pytest.mark.parametrize("way", WAYS)

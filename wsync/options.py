@@ -153,6 +153,8 @@ class Options:
                 "pause_mode='in_place' keeps running requests and their cache: give "
                 "flush_cache=False with it"
             )
+        if self.stage == "on" and self.delivery == "direct":
+            self._fail("stage", f"does not go with delivery={self.delivery!r}")
         for name in ("directory", "checkpoint"):
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike | None):

@@ -129,15 +129,16 @@ class Sync(Updates):
         version: int | str | None = None,
     ) -> bool:
         """Brings the bytes of an update to engines that generate; `commit` then puts them in place.
-        All trainer ranks call it together, with the arguments of `update`, which does both.
+        All trainer ranks call it together, with the arguments of `update`, which does both.  If an
+        update is staged already, it is dropped, and the new one is not brought before `commit`.
 
         Returns:
-            Whether engines now hold the bytes, so that the tensors may change.  False: `commit`
-            brings them, and the tensors must not change until it returns.  So it is in the first
-            update of a connection, and if Options.stage does not allow more.
+            Whether the bytes have been sent, so that the tensors may change.  False: `commit` sends
+            them, and the tensors must not change until it returns.  So it is in the first update of
+            a connection, after one that was dropped, and if Options.stage does not allow more.
 
         Raises:
-            StateError: an update is staged already; or as in `update`.
+            StateError: as in `update`.
             WsyncError: as in `update`.  Engines continue with the weights that they have.
         """
         with self._running("stage"), self._beginning(version, weights) as report:
@@ -176,8 +177,9 @@ class Sync(Updates):
             if self._staged is None and call == "commit":
                 raise _core.StateError("commit: no update is staged; call stage first")
             if self._staged is not None and call != "commit":
-                version = self._staged[0].version
-                raise _core.StateError(f"{call}: version {version} is staged; call commit first")
+                brought, self._staged = self._staged[2], None
+                if brought:  # workers hold its rounds, and only a new connection drops them
+                    self._disconnect()
             yield
 
     @property
@@ -186,6 +188,7 @@ class Sync(Updates):
         return {way: [e.name for e in taking] for way, taking in found.items() if taking}
 
     def _close(self) -> None:
+        self._staged = None
         with contextlib.ExitStack() as last_first:
             last_first.callback(super()._close)
             if self._lending is not None:
@@ -259,7 +262,10 @@ class Sync(Updates):
 
     def _update(self, weights: Weights | None, report: Report, *, brought: bool = False) -> None:
         with self._group.watching(self._watch):
-            if self._stages and not brought:
+            if brought and self._connection is not None:
+                self._connection.look()  # before anybody pauses
+                self._group.confirm()
+            elif self._stages:
                 self._bring(weights, report)
             connection = self._place(report) if self._stages else self._deliver(weights, report)
             with report.phase("prepare"):

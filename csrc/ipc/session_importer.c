@@ -211,7 +211,7 @@ wsync_status_t wsync_importer_begin(wsync_importer_t *importer, int timeout_ms,
     if (status != WSYNC_OK) {
         return status;
     }
-    if (importer->updating) {
+    if (importer->updating && !importer->begun) {
         return wsync_fail(err, WSYNC_ERR_STATE, 0, "session",
                           "begin: update %llu has not been committed yet",
                           (unsigned long long)importer->update);

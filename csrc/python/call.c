@@ -215,9 +215,8 @@ static int parse_call(ModuleState *state, PyObject *const *args, Py_ssize_t unna
             i < unnamed ? i : find_parameter(method, PyTuple_GetItem(names, i - unnamed));
 
         if (place >= known || given[place]) {
-            PyErr_Format(PyExc_TypeError, "%s() got an unexpected or repeated argument: %R",
-                         method->name,
-                         i < unnamed ? args[i] : PyTuple_GetItem(names, i - unnamed));
+            PyErr_Format(PyExc_TypeError, "%s(): argument %zd is unknown or given twice",
+                         method->name, i + 1);
             return -1;
         }
         if (convert_argument(state, method->parameters[place], args[i], call) < 0) {

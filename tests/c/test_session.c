@@ -134,7 +134,10 @@ TEST(timeouts_name_what_was_awaited_and_leave_the_session_good)
     attach_session(&s);
     LATE(wsync_importer_begin(s.importer, SOON_MS, &update, &count, &err), "trainer (pid ");
     CHECK_EQ(wsync_importer_generation(s.importer), 1);
-    begin_session(&s, 1, 1);
+    CHECK_OK(wsync_exporter_begin(s.exporter, 1, 1, PATIENT_MS, &err), err);
+    LATE(wsync_exporter_begun(s.exporter, SOON_MS, &err), "the begin of the update");
+    CHECK_OK(wsync_importer_begin(s.importer, PATIENT_MS, &update, &count, &err), err);
+    CHECK_OK(wsync_exporter_begun(s.exporter, PATIENT_MS, &err), err);
     LATE(wsync_importer_take(s.importer, 0, NULL, SOON_MS, &err), "round 0");
     CHECK_OK(wsync_exporter_post(s.exporter, 0, s.stream, PATIENT_MS, &err), err);
     LATE(wsync_exporter_acquire(s.exporter, 0, NULL, SOON_MS, &err), "the end of round 0");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from wsync.engine.receiver import Session
 
 _FOREVER: Final = 1e9  # seconds
+_CLOSE_SECONDS: Final = 10.0  # that a step of the session may still take
 
 
 class Ahead:
@@ -25,7 +27,7 @@ class Ahead:
     else is written.
 
     Nobody else may use the session until `join` or `close` has returned.  A failure ends the
-    session.
+    session and frees what it holds.
 
     what: BEGIN or ROUNDS of wsync.messages.control.
     owner: the object that the session belongs to; the thread ends when it is freed.
@@ -47,7 +49,11 @@ class Ahead:
     def close(self) -> None:
         """Gives up waiting, and returns when the session is no longer in use."""
         self._closed.set()
-        self._taken.exception()
+        wait([self._taken], _CLOSE_SECONDS)
+
+    @property
+    def failed(self) -> bool:
+        return self._taken.done() and self._taken.exception() is not None
 
 
 def _take(session: Any, all_rounds: bool, timeout: float, look: Check) -> tuple[int, int]:
@@ -58,6 +64,7 @@ def _take(session: Any, all_rounds: bool, timeout: float, look: Check) -> tuple[
             session.done(round, None, timeout)
     except Exception as error:
         session.fail(error_text(error))
+        session.close()
         raise
     return update, rounds
 

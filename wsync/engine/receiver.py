@@ -121,11 +121,14 @@ class Receiver:
         importer, self._importer, self._session = self._importer, None, ""
         if importer is not None:
             importer.close()
+            self._loader.detach()
 
     def fail(self, message: Control, text: str) -> bool:
         """Ends a message's session with an error; returns False if that session is not open."""
         if self._importer is None or self._session != message.session:
             return False
+        if self._ahead is not None:
+            self._ahead.close()  # first: it uses the session
         self._importer.fail(text)
         self.close()
         return True
@@ -138,7 +141,7 @@ class Receiver:
             if message.update == self.state.update:
                 self.fail(message, str(error))
             raise
-        if message.ahead and self._importer is not None:
+        if message.ahead and self._importer is not None and self._ahead is None:
             self._ahead = Ahead(message.ahead, self._importer, self, message.deadline)
         return True, _nth(message.update)
 
@@ -180,8 +183,9 @@ class Receiver:
         timeout = message.deadline
         with trace.span("join"):
             importer = self._connect(message)
-            ahead, self._ahead = self._ahead, None
+            ahead = self._ahead
             begun = importer.begin(timeout) if ahead is None else ahead.join(timeout)
+            self._ahead = None
         update, rounds = begun
         self._end_learning()
         if update != message.update:
@@ -249,6 +253,8 @@ class Receiver:
         importer = self._importer
         if importer is None or self._session != message.session:
             blob, device = self._loader.blob(), self._loader.device
+            if self._ahead is not None and self._ahead.failed:
+                self.close()  # frees the memory of a session that has ended
             # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
             if self._ahead is not None:

@@ -170,6 +170,10 @@ class Loader:
         self._manifest = None
         self._manifest = RingManifest(ring, manifest)
 
+    def detach(self) -> None:
+        """Lets go of the ring, whose session has ended."""
+        self._manifest = None
+
     def borrow(self, sources: BufferTable | None) -> None:
         """Takes the trainer's lent memory before each `begin`.  The manifest's first buffers are at
         these sources and are loaded with round 0; the others are rounds.  None: all are rounds."""
@@ -239,6 +243,10 @@ class RoutedLoader(Loader):
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._route = None
         super().attach(ring, manifest)
+
+    def detach(self) -> None:
+        self._route, self._borrowed, self._sources = None, None, BufferTable([])
+        super().detach()
 
     def borrow(self, sources: BufferTable | None) -> None:
         self._borrowed = sources
@@ -474,6 +482,9 @@ class ChoosingLoader(Loader):
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._chosen.attach(ring, manifest)
+
+    def detach(self) -> None:
+        self._chosen.detach()
 
     def borrow(self, sources: BufferTable | None) -> None:
         self._chosen.borrow(sources)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 
 from wsync import _core
+from wsync.machine.host import host_identity
 from wsync.machine.nvidia_wheels import nccl_libraries
 
 
@@ -23,13 +24,14 @@ class Introduction:
     version: of NCCL; 22809 is 2.28.9, and 0 is none.
     address: the address at which the others meet it with NCCL, "" if NCCL is not possible.
     lacks: why NCCL is not possible, as the end of a sentence that begins with a name; else "".
-    free_nbytes: memory that is free there, of the GPU or of the host.
+    host: the host's identity.  free_nbytes: memory that is free, of the GPU or of the host.
     """
 
     gpu: str = ""
     version: int = 0
     address: str = ""
     lacks: str = "has its weights in CPU memory"
+    host: str = dataclasses.field(default_factory=host_identity)
     free_nbytes: int = 0
 
     @staticmethod

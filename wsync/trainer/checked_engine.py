@@ -82,8 +82,10 @@ class CheckedEngine:
         Raises:
             RemoteError: another update has begun, and the engine may hold a part of its weights.
         """
-        deadline = Deadline(timeout)
+        deadline, told = Deadline(timeout), self._for_one_update()
         version = str(self.handle.model_info(timeout).get("weight_version"))
+        if (self._before or "").startswith(UPDATING) and self.joined:
+            return  # an earlier update has failed halfway, perhaps another trainer's
         if version.startswith(UPDATING) and version != self._updating:
             raise RemoteError(f"engine {self.name}: another update has begun: {version}")
         if self.joined:
@@ -93,7 +95,7 @@ class CheckedEngine:
                 return
             if self._updating is not None:  # SGLang has recorded it as the version
                 worker_facts(self.handle, deadline.left, weight_version=self._before)
-        self._for_one_update().resume(deadline.left)
+        told.resume(deadline.left)  # also ends the session that the update has begun
         self.stopped = self.joined = False
 
     def _for_one_update(self) -> Any:

@@ -123,15 +123,20 @@ class Connection:
     @property
     def ahead(self) -> str:
         """What of an update comes to workers before its opening requests, except in the first."""
-        return ROUNDS if self.staged else BEGIN if self.reading else NOTHING
+        if self.staged or not self.reading:
+            return ROUNDS if self.staged else NOTHING
+        return NOTHING if self._roster.taking(Delivery.REMOTE) else BEGIN
 
     @property
     def packs_ahead(self) -> bool:
-        """Whether an update may begin before its engines have paused.  This needs a plan.  No
-        remote worker may take part in an NCCL exchange, which would wait for it; unless workers
-        begin ahead, too."""
+        """Whether an update may begin before its engines have paused.  This needs a plan, and
+        workers that begin then, too.  Otherwise no worker may read in place, because it must be
+        told addresses first, and no remote worker may take part in an NCCL exchange, which would
+        wait for it."""
         if self.plan is None or self.ahead:
             return self.plan is not None
+        if self.reading:
+            return False
         by_nccl = self._exchange is not None and self._exchange.name == "nccl"
         return not (by_nccl and self._roster.taking(Delivery.REMOTE))
 
@@ -277,9 +282,9 @@ class Connection:
             "learnt": {s.worker: s.own_loading for s in self._receivers if s.own_loading},
             "reaching": {s.worker: s.reaches for s in able},
             "free": {
-                s.worker: (s.exporter.introduction.gpu, s.exporter.introduction.free_nbytes)
+                s.worker: (said.host, said.gpu, said.free_nbytes)
                 for s in self._receivers
-                if isinstance(s, RemoteSession)
+                if isinstance(s, RemoteSession) and (said := s.exporter.introduction)
             },
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -75,31 +76,34 @@ class Planning:
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
 
     def may_stage(
-        self, layouts: list[bytes], free: Mapping[int, tuple[str, int]], reading: bool
+        self, layouts: list[bytes], free: Mapping[int, tuple[str, str, int]], reading: bool
     ) -> bool:
         """Whether engines may take all rounds before they pause (see Options.stage).
 
-        free: by number, the GPU of each remote worker, "" for the host, and its free memory.
-        reading: whether workers read lent memory in place.
+        free: by number, each remote worker's host, its GPU ("" for the host's own memory), and the
+        free memory there.  reading: whether workers read lent memory in place.
 
         Raises:
-            NoMemoryError: a remote worker's share does not fit, with stage="on".
+            NoMemoryError: the shares of remote workers do not fit, with stage="on".
         """
-        options, workers = self.options, self.roster.workers
-        on = options.stage == "on"
-        near = any(worker.delivery is not Delivery.REMOTE for worker in workers)
-        auto = options.stage == "auto" and not near and not options.ring_nbytes
-        if reading or not (on or (auto and not any(gpu for gpu, _ in free.values()))):
+        options, on = self.options, self.options.stage == "on"
+        auto = options.stage == "auto" and not options.ring_nbytes and not options.park
+        auto = auto and len(free) == len(layouts) and WHOLE not in layouts
+        if reading or not (on or (auto and not any(gpu for _, gpu, _ in free.values()))):
             return False
-        for number, (_, nbytes) in free.items():
+        shares, left = Counter[tuple[str, str]](), dict[tuple[str, str], int]()
+        for number, (host, gpu, nbytes) in free.items():
             given = layouts[number] not in (WHOLE, PIECES)
-            kept = _core.Layout.from_bytes(layouts[number]) if given else self.roster.model
-            if kept.nbytes <= nbytes * (1 if on else _STAGE_SHARE):
+            kept = _core.Layout.from_bytes(layouts[number]).shard_nbytes if given else 0
+            place = host, gpu
+            shares[place] += kept or self.roster.model.nbytes
+            left[place] = min(nbytes, left.get(place, nbytes))
+            if shares[place] <= left[place] * (1 if on else _STAGE_SHARE):
                 continue
-            engine = self.roster.engines[workers[number].engine].name
+            engine = self.roster.engines[self.roster.workers[number].engine].name
             text = (
-                f"engine {engine}: worker {workers[number].index} needs {kept.nbytes:,} bytes to "
-                f"stage an update, and has {nbytes:,} free"
+                f"engine {engine}: its workers there need {shares[place]:,} bytes to stage an "
+                f"update, and {left[place]:,} are free"
             )
             if on:
                 raise _core.NoMemoryError(f"{text}; Options(stage='off') needs less memory")

@@ -41,7 +41,7 @@ with warnings.catch_warnings():  # it warns if ipywidgets is missing
 
 _log = logging.getLogger("wsync")
 _SHARED_OPTIONS = (  # the same on all ranks, so that ranks plan alike and meet
-    *("exchange", "broadcast", "backend", "quantise", "park"),
+    *("exchange", "broadcast", "backend", "quantise", "park", "stage"),
     *("round_nbytes", "ring_nbytes", "bucket_nbytes"),
 )
 _MOST_THREADS = 16  # more threads would only wait for memory
