@@ -3,6 +3,7 @@
 #include "core/copy.h"
 #include "device/device.h"
 #include "device/host_copy.h"
+#include "device/host_copy_rows.h"
 #include "draw.h"
 #include "harness.h"
 #include "quantise_reference.h"
@@ -376,6 +377,34 @@ TEST(long_rows_match_reference)
         reference_copy(copy, &fixture.source, &fixture.expected);
         wsync_host_copy_run(copy, 1, &fixture.source, &fixture.destination);
         fixture_compare(&fixture, (int)k);
+    }
+    fixture_fini(&fixture);
+}
+
+/* Streamed rows of about so many pages, between any two places in a line. */
+TEST(streamed_rows_write_their_bytes_only)
+{
+    static const size_t pages[] = {1, 4, 8, 21};
+    enum { MARGIN = 127 };
+    random_state_t random = {3};
+    fixture_t fixture;
+
+    fixture_init(&fixture);
+    for (int round = 0; round < 1000; round++) {
+        const size_t nbytes =
+            pages[round % 4] * 4096 - MARGIN + (size_t)draw(&random, 2 * MARGIN + 1);
+        const size_t at = (size_t)draw(&random, 64);
+        const unsigned char *from =
+            (unsigned char *)fixture.source.data + draw(&random, 4096);
+
+        fixture.expected.nbytes = at + nbytes + 64;
+        memset(fixture.destination.data, 0x5a, fixture.expected.nbytes);
+        memset(fixture.expected.data, 0x5a, fixture.expected.nbytes);
+        memcpy((unsigned char *)fixture.expected.data + at, from, nbytes);
+        wsync_host_row_copy((unsigned char *)fixture.destination.data + at, from, nbytes,
+                            true);
+        wsync_host_row_fence();
+        fixture_compare(&fixture, round);
     }
     fixture_fini(&fixture);
 }
