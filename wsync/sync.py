@@ -99,10 +99,11 @@ class Sync(Updates):
                 come from different steps.
             WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
-                happened (Ctrl-C is raised there unchanged).  Engines that hold no part of it
-                continue.  Other engines stay paused, and may hold a part of the update; the next
-                call connects anew and updates them again.  If only an engine's load_weights does
-                something else than before, as after a rebalancing of experts, this call does so.
+                happened (Ctrl-C is raised there unchanged).  Engines that are known to hold no part
+                of it continue.  Other engines stay paused, and may hold a part of the update; the
+                next call connects anew and updates them again.  If only an engine's load_weights
+                does something else than before, as after a rebalancing of experts, this call does
+                so.
         """
         try:
             return self._attempt(weights, version)
