@@ -31,6 +31,7 @@ from wsync.vllm import WorkerExtension
 
 # What runs each block of the README and the guide, by its beginning; or why nothing does.
 RUN_BY = {
+    "if sync.stage(version=7):": "test_the_two_halves_of_an_update",
     "pip install '.[demo]' && wsync demo": "nothing: .ci/run installs it; tests/test_demo.py",
     "pip install .  ": "nothing: .ci/run installs it",
     "--custom-megatron-init-path": "tests/test_slime.py",
@@ -80,6 +81,18 @@ def test_every_block_of_the_guide_is_run_or_says_why_not() -> None:
         assert named_there or runner.startswith("nothing: ")
 
         assert all(name in globals() or (guide.ROOT / name).exists() for name in named_there)
+
+
+def test_the_two_halves_of_an_update(server: str) -> None:
+    (block,) = (each for each in guide.all_blocks() if each.startswith("if sync.stage"))
+    weights = tiny_qwen3.draw(tiny_qwen3.dense(), 8)
+    options = wsync.Options(delivery="distributed", progress=False)
+    with wsync.connect(weights, [server], options=options) as sync:
+        named = {"sync": sync}
+        for _ in range(2):
+            exec(block, named)
+    assert named["report"].staged  # type: ignore[attr-defined]
+    assert wsync.handle(server).model_info(30)["weight_version"] == "7"
 
 
 def test_a_training_loop_of_megatron(server: str) -> None:

@@ -67,13 +67,14 @@ class Options:
             mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang
             shares a prefix only between requests with the same `extra_key`.
         stage: whether engines take an update's bytes while they generate, and pause only to copy
-            them into their weights (see `Sync.stage`).  Each worker then keeps memory for its whole
-            share, in GPU memory if its weights are there.  "auto" does this if all engines are
-            remote ones that run wsync's receiver with weights in host memory, and each worker's
-            share is at most half of the memory that is free there when the trainer connects.
-            "on": also on the trainer's host, and on GPUs, where it has run on stand-ins only;
-            NoMemoryError if a share does not fit.  The first update of a connection is not staged,
-            because engines learn first where weights go.
+            them into their weights (see `Sync.stage`).  Each worker then keeps a ring for its whole
+            share, in GPU memory if its weights are there; `ring_nbytes` does not limit it.  "off":
+            never.  "on": also on the trainer's host, and on GPUs, where this has run on stand-ins
+            only; NoMemoryError if a share does not fit.  "auto": if all engines are remote and run
+            wsync's receiver with weights in host memory, their load_weights was learnt, the shares
+            on a host take at most half of its free memory, and neither `ring_nbytes` nor `park` is
+            set.  The first update of a connection is not staged, because engines learn first where
+            weights go.
         exchange: how bytes move between trainer ranks.  "shared" needs all ranks on one host, GPUs
             that reach each other's memory, and no remote engine with wsync's receiver.  "nccl"
             needs one GPU for each rank and each remote worker with wsync's receiver, and the same

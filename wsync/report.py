@@ -34,8 +34,9 @@ class Report:
     disk), publish, engines (stop, load the files, take the version and continue).
 
     `paused` is, for each engine, the seconds from the request to pause until it generates again, on
-    rank 0.  In a staged update (see `Sync.stage`) the rounds come before the pause, so that the
-    phases staging, engine, gather and copy are not a part of it.
+    rank 0.  `staged` says whether the rounds came before the pause (see `Sync.stage`): then the
+    phases staging, engine, gather and copy are not a part of it.  The time between `stage` and
+    `commit` is in none of these numbers.
     `engine_pause_seconds` and `engine_flush_seconds` are the times that the slowest engine took to
     stop and to empty its cache, as rank 0 saw it.  Engines do this together, during other phases.
 
@@ -80,6 +81,7 @@ class Report:
     seconds: float = 0.0
     learning_seconds: float = 0.0
     audit_seconds: float = 0.0
+    staged: bool = False
     paused: dict[str, float] = field(default_factory=dict)
     engine_pause_seconds: float = 0.0
     engine_flush_seconds: float = 0.0
@@ -103,7 +105,8 @@ class Report:
         ) + "".join((self._in_place(), self._quantised(), self._own_loading()))
 
     def _paused(self) -> str:
-        return f"paused {max(self.paused.values()):.3f} s, " if self.paused else ""
+        staged = "staged, " if self.staged else ""
+        return f"{staged}paused {max(self.paused.values()):.3f} s, " if self.paused else staged
 
     def _learning(self) -> str:
         notable = self.learning_seconds >= max(0.05, 0.1 * self.seconds)

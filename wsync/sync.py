@@ -135,8 +135,9 @@ class Sync(Updates):
 
         Returns:
             Whether the bytes have been sent, so that the tensors may change.  False: `commit` sends
-            them, and the tensors must not change until it returns.  So it is in the first update of
-            a connection, after one that was dropped, and if Options.stage does not allow more.
+            them, and the tensors must not change until it returns.  So it is in a connection's
+            first update, in the next one after an error or a dropped update, and if Options.stage
+            does not allow more.
 
         Raises:
             StateError: as in `update`.
@@ -285,6 +286,7 @@ class Sync(Updates):
         assert connection is not None
         sources = _core.BufferTable.of(self._bind(weights, report))
         connection.describe(report)
+        report.staged = True
         with self._progress(report, report.rounds, unit="round") as bar:
             messages = connection.start(self._updates, sources, report)
             connection.run(sources, messages, report, bar)

@@ -211,7 +211,8 @@ class Channel:
 
     def _gone(self, error: OSError | None = None) -> _core.PeerClosedError:
         why = f": {error.strerror}" if error is not None else ""
-        return _core.PeerClosedError(f"{self.peer} is gone{why}")
+        text = f"{self.peer} is gone{why}: its process has ended or was restarted"
+        return _core.PeerClosedError(text)
 
 
 def _listen(host: str) -> socket.socket:

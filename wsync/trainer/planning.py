@@ -107,7 +107,8 @@ class Planning:
             )
             if on:
                 raise _core.NoMemoryError(f"{text}; Options(stage='off') needs less memory")
-            _log.info("wsync: %s: updates are not staged", text)
+            if self.group.rank == 0:
+                _log.warning("wsync: %s: updates are not staged", text)
             return False
         return True
 
