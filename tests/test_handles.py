@@ -738,18 +738,24 @@ def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer)
     assert server.seen == []
 
 
-def test_pipeline_stages_take_files_only(server: FakeServer, tmp_path: Path) -> None:
-    known = {"tp_size": 2, "pp_size": 2, "custom_weight_loader": [LOAD_FORMAT]}
+def test_pipeline_stages_need_the_loader_or_files(server: FakeServer, tmp_path: Path) -> None:
+    known: dict[str, Any] = {"tp_size": 2, "pp_size": 2, "custom_weight_loader": [LOAD_FORMAT]}
     server.answers["/server_info"] = (200, known)
     weights = {"w": torch.ones(2)}
-    for delivery in ("auto", "stock", "distributed"):
-        with pytest.raises(UnsupportedError, match=r"pp_size 2: .* use DiskSync"):
-            wsync.connect(weights, [server.url], options=wsync.Options(delivery=delivery))
-    server.answers["/model_info"] = (200, {"weight_version": "1"})
-    assert (
-        "2 pipeline stages, and SGLang answers only for the first"
-        in look(server.url, timeout=60).unasked
-    )
+    for delivery in ("stock", "distributed"):
+        options = wsync.Options(delivery=delivery, broadcast="bucket")
+        with pytest.raises(UnsupportedError, match=r"pp_size 2: .* or use DiskSync"):
+            wsync.connect(weights, [server.url], options=options)
+    found = [RolloutEngine.of(handle(server.url), gpu, wsync.Options(), 2) for gpu in (None, 0)]
+    assert [(each.workers, each.delivery) for each in found] == [(4, "wsync"), (4, "remote")]
+    retract = wsync.Options(pause_mode="retract")
+    for make in (wsync.connect, functools.partial(wsync.DiskSync, folder=tmp_path)):
+        with pytest.raises(UnsupportedError, match=r"pp_size 2: .* give pause_mode='abort'"):
+            make(weights, [server.url], options=retract)
+    server.answers["/server_info"] = (200, known | {"speculative_algorithm": "EAGLE"})
+    with pytest.raises(UnsupportedError, match=r"pp_size 2: .* draft tokens \(EAGLE\)"):
+        wsync.connect(weights, [server.url], options=wsync.Options(delivery="wsync"))
+    server.answers["/server_info"] = (200, known)
     sessions = Sessions(server)
     server.answers["/flush_cache"] = (200, "Cache flushed.")
     server.answers["/model_info"] = (200, {"weight_version": "1"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +19,14 @@ import requests
 import torch
 from support import guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, eagle3
+from support.server_phases import before
 from support.servers import Fresh, everyday, packages
 from support.sglang_server import NEWEST, Drafting, Nursery, Served, Server, plain_environment
 from support.wrong_names import WRONG
 
 import wsync
 from wsync.handles.sglang_http import HttpHandle
+from wsync.inspection import look
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 TOKENS = 12
@@ -210,6 +213,30 @@ def test_files_reach_every_pipeline_stage(servers: Nursery, tmp_path: Path) -> N
             for number, model in enumerate((second, first, second)):
                 sync.update(model.weights, version=number)
                 check(server, model, str(number))
+
+
+@pytest.mark.slow
+def test_tensors_reach_every_pipeline_stage(servers: Nursery, tmp_path: Path) -> None:
+    """SGLang answers for the first only, before it passes a request on."""
+    first, second = pair(tmp_path, experts=False, dtype=torch.float32)
+    near, far = WAYS["loader"], WAYS["remote-loader"]
+    with Server(servers, first, tmp_path / "log", arguments=["--pp-size", "2"]) as server:
+        for way in (near, {**near, "stage": "on"}, far, {**far, "stage": "on"}):
+            with connect(server, second.weights, **way) as sync:
+                for number, model in enumerate((second, first, second, first)):
+                    sync.update(model.weights, version=number)
+                    check(server, model, str(number))
+        said = look(server.url, timeout=PATIENCE).workers
+        kept = [{each["name"] for each in worker["tensors"]} for worker in said]
+        assert [each["worker"] for each in said] == [0, 1]
+        assert kept[0] ^ kept[1] == second.weights.keys()  # not tied
+        with connect(server, second.weights, **near) as sync:
+            sync.update()
+            (last,) = (pid for pid, name in server.processes().items() if "PP1" in name)
+            with before("round", lambda: os.kill(last, signal.SIGKILL)) as struck:
+                with pytest.raises(wsync.PeerClosedError, match=f"engine {server.url}: "):
+                    sync.update(first.weights)
+            assert struck
 
 
 def test_an_update_is_a_session(served: tuple[Server, Pair], monkeypatch: Any) -> None:

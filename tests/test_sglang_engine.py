@@ -113,7 +113,7 @@ def test_buckets_are_for_the_model_where_its_draft_is_another_one(
 @pytest.mark.parametrize(
     ("arguments", "workers", "text"),
     [
-        ({"tp_size": 1, "pp_size": 2}, None, "pp_size 2: SGLang chooses payloads by"),
+        ({"tp_size": 1, "pp_size": 2}, None, "pp_size 2: SGLang answers for its first"),
         ({"tp_size": 2, "tokenizer_worker_num": 4}, 2, "tokenizer_worker_num 4"),
         ({"tp_size": 4}, 2, "has 4 workers, but workers=2"),
         ({"tp_size": 2, "dp_size": 2}, None, "dp_size 2: SGLang updates data-parallel replicas"),

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -95,6 +96,37 @@ def test_a_model_without_its_vision_tower_is_refused_unless_that_is_to_stay(
         sync.update(version=2)
     assert engine.version == "2"
     assert torch.equal(engine.model.visual.weight, before)
+
+
+class Staged(Deaf):
+    """SGLang gives a request to the second pipeline stage after the first has answered it."""
+
+    def __init__(self) -> None:
+        super().__init__(Model())
+        self.stages = [self.model, Model()]
+        self.started = {"pp_size": 2}
+
+    def server_info(self, timeout: float) -> dict[str, int]:
+        return self.started
+
+    def update_weights(self, payloads: Sequence[bytes], **request: Any) -> None:
+        for number, model in enumerate(self.stages):
+            self.model, place = model, sglang.WorkerPlace(number, 2, number)
+            with mock.patch.object(sglang.WorkerPlace, "find", return_value=place):
+                super().update_weights(payloads, **request)
+
+
+def test_pipeline_stages_take_part_in_an_update_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WSYNC_KEEP", "visual.*")
+    engine, weights = Staged(), {"weight": torch.ones(16, 8)}
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        for number in (1, 2):
+            sync.update({"weight": torch.full((16, 8), float(number))}, version=number)
+            assert all((model.weight == number).all() for model in engine.stages)
+    engine.started = {}
+    with wsync.connect(weights, engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(WsyncError, match="pp_size 2: the trainer has sent 1 messages"):
+            sync.update()
 
 
 @pytest.mark.parametrize(("version", "module"), [("0.5.17", "mm_utils"), (NEWEST, "mm_schedule")])

@@ -224,7 +224,7 @@ def test_an_engine_that_wsync_cannot_update_changes_over(
     assert chosen.weight_version == 4
     (text,) = caplog.messages
     assert "UpdateWeightFromTensor runs instead of wsync's: engine " in text
-    assert "pp_size 2: SGLang chooses payloads by tensor-parallel rank " in text
+    assert "pp_size 2: SGLang answers for its first pipeline stage only" in text
 
 
 def test_a_users_mistake_is_an_error(slime: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from wsync.checkpoints.safetensors_layout import (
     system_calls,
 )
 from wsync.checkpoints.versions import Versions, newest
-from wsync.handles.answers import other_draft
+from wsync.handles.answers import ignores_pause, other_draft
 from wsync.handles.base import EngineHandle, control_only, handles_of, how_started
 from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names import weight_of
@@ -151,7 +151,7 @@ class DiskSync(Updates):
                 handles = handles_of(engines, timeout=self.options.deadline)
                 deadline = Deadline(self.options.deadline)
                 for engine in handles:
-                    _check_engine(engine, deadline.left)
+                    _check_engine(engine, self.options.pause_mode, deadline.left)
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
             check_scales(self._model)
@@ -295,13 +295,17 @@ class DiskSync(Updates):
         report.paths = {engine.name: "disk" for engine in self._requests.engines}
 
 
-def _check_engine(engine: EngineHandle, timeout: float) -> None:
-    """Raises UnsupportedError if an engine cannot load a version, or would load it into a draft."""
+def _check_engine(engine: EngineHandle, pause_mode: str, timeout: float) -> None:
+    """Raises UnsupportedError if an engine cannot load a version, or would load it into a draft or
+    while it generates."""
     if control_only(engine) or not hasattr(engine, "update_weights_from_disk"):
         raise _core.UnsupportedError(
             f"engine {engine.name}: its handle has no update_weights_from_disk"
         )
-    if draft := other_draft(how_started(engine, timeout)):
+    started = how_started(engine, timeout)
+    if why := ignores_pause(started, pause_mode):
+        raise _core.UnsupportedError(f"engine {engine.name}: {why}")
+    if draft := other_draft(started):
         raise _core.UnsupportedError(
             f"engine {engine.name}: drafts tokens with another model, {draft}, and SGLang would "
             "load the files into both: use wsync.connect, which does not update the draft"

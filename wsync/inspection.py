@@ -82,8 +82,6 @@ def _obstacle(engine: EngineHandle, timeout: float) -> str:
     started = how_started(engine, timeout)
     if started.get("speculative_algorithm") not in (None, "", "NGRAM"):
         return "drafts tokens: each question would make SGLang process the draft's weights again"
-    if (stages := started.get("pp_size") or 1) != 1:
-        return f"has {stages} pipeline stages, and SGLang answers only for the first stage"
     return ""
 
 

@@ -61,7 +61,8 @@ class Options:
         pause_mode: what an update does to running requests.  "abort" ends them, and they return the
             tokens that they have.  "retract" keeps them and computes their keys and values anew
             with the new weights.  "in_place" keeps them with the keys and values of the old
-            weights.  See "Running requests" in wsync/guide/engines.md.
+            weights.  SGLang with pipeline stages needs "abort".  See "Running requests" in
+            wsync/guide/engines.md.
         flush_cache: whether engines empty their prefix cache before the update.  "in_place" needs
             False.  With False, SGLang reuses prefixes that old weights have computed, in every
             mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang

@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -19,7 +19,10 @@ from wsync._core import Layout, UnsupportedError
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.ring_loaders import OnWeightsLost, ignore_loss
+from wsync.machine.daemon_threads import WorkerThread, result
+from wsync.machine.deadline import Deadline
 from wsync.messages import payload
+from wsync.messages.control import Control
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -29,6 +32,7 @@ _DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shu
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _UE8M0: Final = (torch.uint8, torch.int32)  # scales of MXFP8; of DeepGEMM, four in a word
 _RECEIVER: Final = "_wsync_receiver"  # attribute of a model
+_THREAD: Final = "_wsync_thread"  # attribute of a pipeline stage's model
 # SGLang's names of models that only draft tokens
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
 
@@ -52,25 +56,79 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     >>> wsync.handle("http://127.0.0.1:30000").model_info(10)["weight_version"]
     '7'
     """
-    control, receiver = None, None
+    control = None
     try:
         if _DRAFT.search(type(model).__name__):
             # SGLang calls this for the draft, too, but the session is the main model's
             _log.warning("%s is a draft model, which wsync does not update", type(model).__name__)
             return
+        place = WorkerPlace.find()
         with _lock:
-            control = payload.control_bytes(named_tensors)
+            own = named_tensors[place.stage : place.stage + 1]
+            control = payload.control_bytes(own)
+            if len(named_tensors) != place.stages:
+                raise UnsupportedError(
+                    f"pp_size {place.stages}: the trainer has sent {len(named_tensors)} messages, "
+                    "because its handle of this engine does not report pp_size in server_info"
+                )
             receiver = vars(model).get(_RECEIVER)
             if receiver is None:
-                rank = int(getattr(_group("_TP"), "rank_in_group", 0))
-                receiver = vars(model)[_RECEIVER] = Receiver(SglangLoader(model), worker=rank)
-        success, text = receiver.answer(named_tensors)
-        _forget_images()
-        if not success:
-            _log.error("%s", text)
+                receiver = Receiver(SglangLoader(model), worker=place.worker)
+                vars(model)[_RECEIVER] = receiver
+        if place.stages == 1:
+            _answer(receiver, own)
+        else:
+            _answer_in_thread(model, receiver, own, Control.from_bytes(control or b""))
     except Exception as error:
         _log.exception("an update failed before this worker could connect to the trainer")
         refuse(control, error)
+
+
+def _answer(receiver: Receiver, own: list[tuple[str, Any]]) -> None:
+    success, text = receiver.answer(own)
+    _forget_images()
+    if not success:
+        _log.error("%s", text)
+
+
+def _answer_in_thread(
+    model: Any, receiver: Receiver, own: list[tuple[str, Any]], message: Control
+) -> None:
+    """Answers in a pipeline stage, which passes a request on when this returns.  All stages take
+    part in an update together, so this returns at once from an opening message."""
+    with _lock:
+        thread = vars(model).get(_THREAD)
+        if thread is None:
+            thread = vars(model)[_THREAD] = WorkerThread("wsync-stage")
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def answer() -> None:
+        modes = torch.inference_mode(inference), torch.set_grad_enabled(grad)
+        with torch.cuda.device(gpu), modes[0], modes[1]:
+            _answer(receiver, own)
+
+    answered = thread.submit(answer)
+    if message.op != "open":
+        late = f"update {message.update} of this connection has not ended"
+        result(answered, Deadline(message.deadline), bool, late)
+
+
+class WorkerPlace(NamedTuple):
+    """A worker's place in its engine."""
+
+    stage: int = 0
+    stages: int = 1
+    worker: int = 0
+
+    @staticmethod
+    def find() -> "WorkerPlace":
+        module = sys.modules.get("sglang.srt.distributed.parallel_state")
+        (stage, stages), (rank, ranks) = (
+            (getattr(group, "rank_in_group", 0), getattr(group, "world_size", 1))
+            for group in (getattr(module, "_PP", None), getattr(module, "_TP", None))
+        )
+        return WorkerPlace(stage, stages, stage * ranks + rank)
 
 
 def _forget_images() -> None:
@@ -91,12 +149,6 @@ class SglangLoader(RecordedLoader):
     """
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
-        # the trainer's handle may not have checked it
-        if (stages := getattr(_group("_PP"), "world_size", 1)) > 1:
-            raise UnsupportedError(
-                f"pp_size {stages}: SGLang gives a message for a tensor-parallel rank to every "
-                "pipeline stage, but only one stage can follow it; use DiskSync for such engines"
-            )
         reason = rewritten(self._module)
         if reason:
             raise UnsupportedError(f"{reason}; SGLang cannot load it a second time")
@@ -125,11 +177,6 @@ class SglangLoader(RecordedLoader):
         if metadata is None:
             return None
         return metadata.physical_to_logical_map.cpu().numpy().tobytes()
-
-
-def _group(name: str) -> Any:
-    """Returns one of this process's parallel groups; None where SGLang has made none."""
-    return getattr(sys.modules.get("sglang.srt.distributed.parallel_state"), name, None)
 
 
 def undone(model: Any, path: str) -> bool:

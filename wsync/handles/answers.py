@@ -56,6 +56,21 @@ def other_draft(started: Mapping[str, Any]) -> str:
     return str(draft) if started.get("speculative_algorithm") and draft not in own else ""
 
 
+def stages_of(started: Mapping[str, Any]) -> int:
+    """The number of an SGLang server's pipeline stages.  started: the server's arguments."""
+    return int(started.get("pp_size") or 1)
+
+
+def ignores_pause(started: Mapping[str, Any], mode: str) -> str:
+    """Why a server does not pause in this mode of Options.pause_mode, or ""."""
+    if (stages := stages_of(started)) == 1 or mode == "abort":
+        return ""
+    return (
+        f"pp_size {stages}: SGLang's pipeline stages go on with their requests in "
+        f"pause_mode={mode!r}: give pause_mode='abort'"
+    )
+
+
 class NotOfferedError(RemoteError):
     """An engine does not have the method that was called (over HTTP: status 404)."""
 
@@ -96,9 +111,7 @@ class Setup(NamedTuple):
             )
         found = started.get("custom_weight_loader")
         loaders = tuple(map(str, found)) if isinstance(found, list) else ()
-        return Setup(
-            workers, loaders, bool(loaders) and drafts_itself(started), started.get("pp_size") or 1
-        )
+        return Setup(workers, loaders, bool(loaders) and drafts_itself(started), stages_of(started))
 
     def __str__(self) -> str:
         text = f"{self.workers} workers and custom weight loaders {list(self.loaders)}"

@@ -27,7 +27,7 @@ from wsync.messages.control import LOAD_FORMAT, Control
 
 @runtime_checkable
 class EngineHandle(Protocol):
-    """One inference engine of `workers` tensor-parallel workers."""
+    """One inference engine of `workers` tensor-parallel workers in each pipeline stage."""
 
     @property
     def name(self) -> str: ...
@@ -86,15 +86,17 @@ def send_control(
     weight_version: int | str | None,
     timeout: float,
 ) -> None:
-    """Sends one request with a control message for each worker.  A handle with a method of this
-    name gets the messages; other handles get them as payloads of a weight-update request."""
+    """Sends one request with a control message for each worker, stage by stage.  A handle with a
+    method of this name gets the messages; other handles get them as payloads of a weight-update
+    request.  SGLang gives a payload to one tensor-parallel rank of every pipeline stage."""
     if hasattr(type(engine), "send_control"):  # on the class: __getattr__ does not count
         own: Any = engine
         own.send_control(messages, weight_version=weight_version, timeout=timeout)
         return
     from wsync.messages import payload
 
-    payloads = [payload.control(message.to_bytes()) for message in messages]
+    data = [message.to_bytes() for message in messages]
+    payloads = [payload.control(*data[rank :: engine.workers]) for rank in range(engine.workers)]
     engine.update_weights(
         payloads, load_format=LOAD_FORMAT, weight_version=weight_version, timeout=timeout
     )

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from wsync import _core
-from wsync.handles.base import EngineHandle, send_control
+from wsync.handles.answers import stages_of
+from wsync.handles.base import EngineHandle, how_started, send_control
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import Deadline
@@ -30,7 +31,8 @@ def worker_facts(
     with contextlib.ExitStack() as stack:
         if isinstance(engine, ApiHandle):
             stack.enter_context(engine.asking(deadline.left))
-        exporters = [_core.Exporter(None) for _ in range(engine.workers)]
+        workers = engine.workers * stages_of(how_started(engine, deadline.left))
+        exporters = [_core.Exporter(None) for _ in range(workers)]
         for exporter in exporters:
             stack.callback(exporter.close)
         left = deadline.left

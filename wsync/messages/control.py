@@ -1,7 +1,7 @@
 """The few bytes that open and close an update inside an engine's own weight-update request.
 
-A control message travels to each tensor-parallel worker of an engine as a uint8 tensor named
-`__wsync__` (see wsync.messages.payload.control).  Its bytes are one JSON object:
+A control message travels to each worker of an engine as a uint8 tensor named `__wsync__` (see
+wsync.messages.payload.control).  Its bytes are one JSON object:
 
     {"protocol": 2, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
      "update": 7, "deadline": 60.0}
@@ -10,10 +10,11 @@ A control message travels to each tensor-parallel worker of an engine as a uint8
      "deadline": 60.0}
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
-been committed or has failed.  `close` gives the weights the version of the request around it.  It
-is refused unless the weights are those of that session's update number `update`.  `ahead` says what
-the session then brings of the next update before its `open`.  `inspect` makes the worker connect;
-its first message says in JSON what it keeps (see wsync.inspection).
+been committed or has failed.  In an SGLang engine with pipeline stages it answers at once, because
+the next stage gets the message only then.  `close` gives the weights the version of the request
+around it.  It is refused unless the weights are those of that session's update number `update`.
+`ahead` says what the session then brings of the next update before its `open`.  `inspect` makes the
+worker connect; its first message says in JSON what it keeps (see wsync.inspection).
 """
 
 import json

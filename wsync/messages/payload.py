@@ -219,10 +219,12 @@ def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
     return values([(name, _by_value(tensor)) for name, tensor in pairs])
 
 
-def control(data: bytes) -> bytes:
-    """Makes a payload with nothing but `data`: one uint8 tensor by value, under the name
-    wsync.messages.control.TENSOR_NAME.  For the load_format that names wsync's loader."""
-    return named_tensors([(TENSOR_NAME, torch.tensor([*data], dtype=torch.uint8, device="cpu"))])
+def control(*data: bytes) -> bytes:
+    """Makes a payload with nothing but `data`, which has one message for each pipeline stage: uint8
+    tensors by value, under the name wsync.messages.control.TENSOR_NAME.  For the load_format that
+    names wsync's loader."""
+    tensors = [torch.tensor([*each], dtype=torch.uint8, device="cpu") for each in data]
+    return named_tensors([(TENSOR_NAME, tensor) for tensor in tensors])
 
 
 def control_bytes(value: object) -> bytes | None:

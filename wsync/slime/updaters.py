@@ -110,7 +110,7 @@ class Updater:
                 shares.  An engine whose index is beyond the trainer's ranks is remote.
 
         Raises:
-            UnsupportedError: an engine has several pipeline stages.
+            UnsupportedError: an engine has several pipeline stages and no wsync loader.
             WsyncError: as from `Sync`; the same on every rank.
         """
         self.disconnect_rollout_engines()

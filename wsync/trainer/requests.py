@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Final
@@ -58,14 +58,15 @@ class Calls:
             if call.done():
                 call.result()
 
-    def check_pending(self) -> None:
-        """Raises if any call has ended, because the update is still under way.
+    def check_pending(self, early: Container[str] = ()) -> None:
+        """Raises if any call has ended, because the update is still under way.  early: the names of
+        engines that answer before.
 
         For a call without an error, this raises only after a delay: SGLang answers success even if
         workers have failed, and a worker's own error, which says more, may still be on its way.
         """
         self.check()
-        for name in (name for name, call in self.under_way if call.done()):
+        for name in (name for name, call in self.under_way if call.done() and name not in early):
             self._verdict = self._verdict or Deadline(VERDICT_SECONDS)
             if not self._verdict.left:
                 raise _core.ProtocolError(
@@ -116,6 +117,7 @@ class EngineRequests:
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._pausing = self._opened = self._handover = NO_CALLS
         self._messages: Mapping[int, Sequence[Control]] = {}  # that opened the update
+        self._early: set[str] = set()  # engines that answer before the update is committed
         self._left: UnderWay = []  # requests of failed updates
         # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
@@ -166,6 +168,12 @@ class EngineRequests:
         """Asks workers to join the update.  messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
         self._messages = messages
+        # a pipeline stage passes a request on after its own answer
+        self._early = {
+            self.handles[index].name
+            for index, told in messages.items()
+            if len(told) > self.handles[index].workers
+        }
 
         def open_engine(index: int, engine: Any) -> None:
             send_control(engine, messages[index], weight_version=None, timeout=timeout)
@@ -176,7 +184,10 @@ class EngineRequests:
         """Raises an engine's error, if there is one.  committing: whether ranks agree to commit;
         only then may opening requests end."""
         self._pausing.check()
-        (self._opened.check if committing else self._opened.check_pending)()
+        if committing:
+            self._opened.check()
+        else:
+            self._opened.check_pending(self._early)
 
     def close(self, version: str, check: Check, between: Check, *, ahead: str = NOTHING) -> None:
         """Waits for the opening requests, gives engines the version, and lets them continue.

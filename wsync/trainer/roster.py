@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
-from wsync.handles.answers import drafts_itself, other_draft
+from wsync.handles.answers import drafts_itself, ignores_pause, other_draft, stages_of
 from wsync.handles.base import EngineHandle, control_only, how_started
 from wsync.machine.host import is_elsewhere
 from wsync.messages.control import LOAD_FORMAT
@@ -51,13 +51,13 @@ _WORDS = {
 
 
 def _delivery(
-    engine: EngineHandle, gpu: int | None, options: Options, ranks: int, drafts: bool
+    engine: EngineHandle, last_gpu: int, options: Options, ranks: int, drafts: bool
 ) -> Delivery:
     """Chooses the delivery of an engine.  An engine with GPUs beyond the trainer's is remote.  An
     engine that drafts tokens with layers of its model gets buckets unless options say otherwise,
     because buckets update these layers, too."""
     wsync = LOAD_FORMAT in engine.load_formats and not drafts
-    if options.delivery == "distributed" or (gpu is not None and gpu + engine.workers > ranks):
+    if options.delivery == "distributed" or last_gpu >= ranks:
         if options.broadcast == "wsync" or (options.broadcast == "auto" and wsync):
             return Delivery.REMOTE
         return Delivery.BROADCAST
@@ -68,7 +68,8 @@ def _delivery(
 
 @dataclass(frozen=True)
 class RolloutEngine:
-    """One engine.  first_gpu: the trainer rank whose GPU its first worker shares, if known."""
+    """One engine.  workers: of all its pipeline stages.  first_gpu: the trainer rank whose GPU its
+    first worker shares, if known."""
 
     name: str
     workers: int
@@ -80,20 +81,23 @@ class RolloutEngine:
         """Describes a handle's engine; warns if updates do not change the weights of its draft.
 
         Raises:
-            UnsupportedError: the engine has no workers, or several pipeline stages or data-parallel
-                replicas; or it would get buckets, but takes none or is on another host.
+            UnsupportedError: the engine has no workers, or several data-parallel replicas; or it
+                would get buckets, but takes none, has several pipeline stages or is on another
+                host.
         """
         started = how_started(engine, options.deadline)
-        drafts = drafts_itself(started)
-        delivery = _delivery(engine, gpu, options, ranks, drafts)
-        if why := _obstacle(engine, gpu, started, delivery):
+        workers, drafts = engine.workers * stages_of(started), drafts_itself(started)
+        last_gpu = -1 if gpu is None else gpu + workers - 1
+        delivery = _delivery(engine, last_gpu, options, ranks, drafts)
+        why = _obstacle(engine, gpu, started, delivery)
+        if why := why or ignores_pause(started, options.pause_mode):
             raise _core.UnsupportedError(f"engine {engine.name}: {why}")
         receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
         if draft := other_draft(started) or ("layers of its model" if drafts and receives else ""):
             _log.warning(
                 "engine %s drafts tokens with %s: updates do not change this", engine.name, draft
             )
-        return RolloutEngine(engine.name, engine.workers, delivery, gpu)
+        return RolloutEngine(engine.name, workers, delivery, gpu)
 
 
 def _obstacle(
@@ -101,6 +105,7 @@ def _obstacle(
 ) -> str:
     """Why an engine cannot take its delivery, or would end because of it; "" if it can take it."""
     stages, replicas, hosts = (started.get(key) or 1 for key in ("pp_size", "dp_size", "nnodes"))
+    drafting = started.get("speculative_algorithm")
     if engine.workers < 1:
         return f"it has {engine.workers} workers"
     if control_only(engine) and delivery in (Delivery.STOCK, Delivery.BROADCAST):
@@ -109,11 +114,14 @@ def _obstacle(
             f"{delivery.words}: give delivery='auto', or broadcast='auto' with "
             "delivery='distributed'"
         )
-    if stages != 1:
+    if stages != 1 and delivery in (Delivery.STOCK, Delivery.BROADCAST):
         return (
-            f"pp_size {stages}: SGLang chooses payloads by tensor-parallel rank only, so all "
-            "pipeline stages would get the same one; use DiskSync"
+            f"pp_size {stages}: SGLang answers for its first pipeline stage only, so updates need "
+            f"wsync's receiver, not {delivery.words}: start the server with "
+            f"--custom-weight-loader {LOAD_FORMAT}, or use DiskSync"
         )
+    if stages != 1 and drafting:
+        return f"pp_size {stages}: pipeline stages that draft tokens ({drafting}) are not supported"
     if replicas != 1 and not started.get("enable_dp_attention"):
         return (
             f"dp_size {replicas}: SGLang updates data-parallel replicas with tensors only if "
