@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -73,6 +74,9 @@ class Fault:
 
     def _raise(self) -> None:
         raise ValueError("a planted failure")
+
+    def _exit(self) -> None:
+        sys.exit(3)
 
 
 def census() -> dict[str, int]:
