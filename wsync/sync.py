@@ -305,9 +305,10 @@ class Sync(Updates):
         sources = _core.BufferTable.of(table)
         with report.phase("open"):
             self._lend(sources, of(table))  # before engines are asked for anything
-        early, messages = self._connection, None
-        if early is not None and early.ahead:  # workers map what is lent before they pause
-            messages = early.start(self._updates, sources, report)
+        former, messages = self._connection, None
+        begun = former is not None and former.ahead  # workers map what is lent before they pause
+        if former is not None and begun:
+            messages = former.start(self._updates, sources, report)
         self._requests.pause()
         connection = self._connect(of(table))
         # The plan depends on what workers say when they join.  So a first update opens before it
@@ -327,7 +328,7 @@ class Sync(Updates):
         if self._roster.takes_buckets:
             self._use_up_version()  # the last bucket carries it
         with self._progress(report, report.rounds, unit="round") as bar:
-            if early is None or not early.ahead:
+            if not begun:
                 messages = connection.start(self._updates, sources, report)
             if ahead:
                 self._open(connection, report)

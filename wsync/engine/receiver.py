@@ -127,11 +127,16 @@ class Receiver:
         """Ends a message's session with an error; returns False if that session is not open."""
         if self._importer is None or self._session != message.session:
             return False
+        self._give_up(text)
+        return True
+
+    def _give_up(self, text: str) -> None:
+        """Ends the session, if there is one, with an error."""
         if self._ahead is not None:
             self._ahead.close()  # first: it uses the session
-        self._importer.fail(text)
+        if self._importer is not None:
+            self._importer.fail(text)
         self.close()
-        return True
 
     def _close(self, message: Control, version: str | None) -> tuple[bool, str]:
         try:
@@ -257,11 +262,7 @@ class Receiver:
                 self.close()  # frees the memory of a session that has ended
             # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
-            if self._ahead is not None:
-                self._ahead.close()  # first: it uses the session
-            if self._importer is not None:
-                self._importer.fail("another trainer has taken this engine over")
-            self.close()
+            self._give_up("another trainer has taken this engine over")
             self._importer, self._session = importer, message.session
             self._opened = message.update
             self._generation = -1

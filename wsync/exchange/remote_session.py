@@ -60,9 +60,6 @@ class RemoteExporter:
         self.loaded = 0
         self._peer.send(Frame.BEGIN, UPDATE.pack(update, rounds), timeout, check)
 
-    def begun(self, timeout: float, check: Check) -> None:
-        """Does nothing: no memory is lent."""
-
     def acquire(
         self, wait_round: int, stream: _core.Stream | None, timeout: float, check: Check
     ) -> None:

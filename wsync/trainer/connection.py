@@ -123,9 +123,9 @@ class Connection:
     @property
     def ahead(self) -> str:
         """What of an update comes to workers before its opening requests, except in the first."""
-        if self.staged or not self.reading:
-            return ROUNDS if self.staged else NOTHING
-        return NOTHING if self._roster.taking(Delivery.REMOTE) else BEGIN
+        if self.staged:
+            return ROUNDS
+        return BEGIN if self.reading and not self._roster.taking(Delivery.REMOTE) else NOTHING
 
     @property
     def packs_ahead(self) -> bool:
@@ -133,10 +133,10 @@ class Connection:
         workers that begin then, too.  Otherwise no worker may read in place, because it must be
         told addresses first, and no remote worker may take part in an NCCL exchange, which would
         wait for it."""
-        if self.plan is None or self.ahead:
-            return self.plan is not None
-        if self.reading:
+        if self.plan is None:
             return False
+        if self.ahead or self.reading:
+            return bool(self.ahead)
         by_nccl = self._exchange is not None and self._exchange.name == "nccl"
         return not (by_nccl and self._roster.taking(Delivery.REMOTE))
 
@@ -144,12 +144,11 @@ class Connection:
         """The control messages that make workers join an update, by engine."""
         found = defaultdict[int, list[Control]](list)
         for number, told in sorted(self._addresses.items()):
-            facts: Any = told
-            control = Control(update=update, deadline=self._options.deadline, **facts)
+            control = Control(update=update, deadline=self._options.deadline, **told)
             found[self._roster.workers[number].engine].append(control)
         return found
 
-    def _meet(self) -> dict[int, dict[str, str]]:
+    def _meet(self) -> dict[int, dict[str, Any]]:
         """The facts that workers with wsync's receiver need to join, by worker number."""
         mine = {
             s.worker: {"op": "open", "session": s.id, "address": s.address} for s in self._receivers

@@ -219,8 +219,10 @@ class WorkerSession:
 
     def begun(self, timeout: float, check: Check) -> None:
         """Waits until the worker has mapped all memory that it was told of."""
+        exporter = self._exporter
+        assert isinstance(exporter, _core.Exporter)
         with self._naming:
-            self._exporter.begun(timeout, check)
+            exporter.begun(timeout, check)
 
     def _lend(self, lending: Lending, timeout: float, check: Check) -> None:
         """Makes the worker map new segments, and unmap those that it no longer reads."""
