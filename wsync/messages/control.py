@@ -5,7 +5,8 @@ wsync.messages.payload.control).  Its bytes are one JSON object:
 
     {"protocol": 2, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
      "update": 7, "deadline": 60.0}
-    {"protocol": 2, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0}
+    {"protocol": 2, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
+     "ahead": "rounds"}
     {"protocol": 2, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
 
@@ -86,10 +87,11 @@ class Learnt:
 class Control:
     """One control message.
 
-    op: "open", "close" or "inspect". session: hex id of the session between one trainer rank and
-    this worker. update: number of the update. deadline: seconds that the worker may wait for any
-    one event. address: where the other side listens; "" in a close. It is the address of a
-    `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.
+    op: "open", "close" or "inspect".  session: hex id of the session between one trainer rank and
+    this worker.  update: number of the update.  deadline: seconds that the worker may wait for any
+    one event.  address: where the other side listens; "" in a close.  It is the address of a
+    `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.  ahead:
+    in a close, what the session brings of the next update before its `open`.
     """
 
     op: str
