@@ -56,7 +56,9 @@ class PlacedBox:
         return self.start, self.extent
 
     def part(self, box: Box) -> PlacedBox:
-        """Returns the piece for a smaller box, which is inside this one."""
+        """Returns the piece for a box that is inside this one."""
+        if box == self.box:
+            return self
         moved = zip(box[0], self.start, self.strides, strict=True)
         offset = self.offset + sum((at - start) * stride for at, start, stride in moved)
         return replace(self, start=box[0], extent=box[1], offset=offset)
