@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _SGLANG = (
@@ -54,6 +55,7 @@ def main() -> None:
         importlib.import_module(name)
     if sys.argv[1] == "sglang":
         name_kernels()
+        name_what_others_do()
         rest_while_paused()
     else:
         hold_until_paused()
@@ -78,6 +80,23 @@ def name_kernels() -> None:
 
     for name in ("decode_attention_cpu", "extend_attention_cpu"):
         setattr(torch.ops.sgl_kernel, name, None)
+
+
+def name_what_others_do() -> None:
+    """Two things of parallel workers that SGLang has kernels for, and no arithmetic on a CPU: the
+    length of sequences that fill a batch up where attention is data-parallel, and experts of other
+    workers, which are number -1."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.moe import fused_moe_native
+
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+    def forward_own(layer: Any, x: Any, chosen: Any, _: object) -> Any:
+        weights = chosen.topk_weights * (chosen.topk_ids >= 0)
+        given = SimpleNamespace(hidden_states=x, topk_output=chosen._replace(topk_weights=weights))
+        return fused_moe_native.fused_moe_forward_native(layer, given).hidden_states
+
+    fused_moe_native.moe_forward_native = forward_own
 
 
 def rest_while_paused() -> None:

@@ -44,7 +44,18 @@ class Server(servers.Server):
         return list(map(str, words))
 
 
-class Drafting(Server):
+class Awake(Server):
+    """One that may not be able to generate, and whose workers do not sleep: with data-parallel
+    attention they hear of a request a second later then."""
+
+    def _arguments(self, meeting: int) -> list[str]:
+        return [word for word in super()._arguments(meeting) if word != "--sleep-on-idle"]
+
+    def _healthy(self) -> bool:
+        return requests.get(self.url + "/model_info", timeout=PATIENCE).ok
+
+
+class Drafting(Awake):
     """One that drafts tokens with another model, in a folder that the setting `draft` names.  It
     generates nothing: on a CPU drafts need kernels."""
 
@@ -55,9 +66,6 @@ class Drafting(Server):
         words += ["--speculative-num-steps", "1", "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", "2"]
         return [*words, "--speculative-draft-attention-backend", "intel_amx"]
-
-    def _healthy(self) -> bool:
-        return requests.get(self.url + "/model_info", timeout=PATIENCE).ok
 
 
 class Served(Server):
