@@ -210,7 +210,7 @@ def test_rings_are_smaller_where_the_gpu_has_no_room(tmp_path: Path) -> None:
     assert facts["right"]
     assert 0 < facts["ring"] <= memory
     assert facts["rounds"] > 1
-    assert facts["error"].startswith("NoMemoryError: rank 0: GPU memory of "), facts
+    assert facts["error"].startswith("NoMemoryError: rank 0: cannot make GPU memory of "), facts
     assert f" of {memory} bytes of GPU 0 (Fake GPU 0) are free" in facts["error"], facts
 
 

@@ -376,7 +376,7 @@ def test_an_exportable_block_says_what_the_driver_had_left(torch_cuda: None) -> 
         with wsync.exportable():
             torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     (note,) = caught.value.__notes__
-    assert note.startswith(f"wsync.exportable: GPU memory of {1 << 44} bytes: ")
+    assert note.startswith(f"wsync.exportable: cannot make GPU memory of {1 << 44} bytes: ")
 
 
 def _box(rng: random.Random, itemsizes: tuple[int, int]) -> tuple[Any, ...]:

@@ -69,7 +69,7 @@ def test_a_machine_without_the_library_is_told_where_it_was_looked_for() -> None
     [
         ({"version": 21703}, "is NCCL 2.17.3, wsync needs 2.18 or later"),
         ({"without": ("ncclGetVersion",)}, "is another library: it has no ncclGetVersion"),
-        ({"without": ("ncclSend",)}, "(NCCL 2.28.9) has no ncclSend of NCCL 2.7"),
+        ({"without": ("ncclSend",)}, "(NCCL 2.28.9) has no ncclSend, which NCCL 2.7 has"),
         ({"result": 2}, "ncclGetVersion: in its words (2)"),
     ],
     ids=["old", "other", "lacking", "broken"],

@@ -409,16 +409,16 @@ def test_scales_of_int4_are_as_wide_as_weights() -> None:
 @pytest.mark.parametrize(
     ("config", "shape", "text"),
     [
-        (DEEPSEEK_V3, (128,), "a.weight (128,): fp8_block: only matrices are quantised"),
-        (DEEPSEEK_V3, (2, 2, 2, 2), "only matrices are quantised"),
+        (DEEPSEEK_V3, (128,), "a.weight (128,): fp8_block: only matrices can be quantised"),
+        (DEEPSEEK_V3, (2, 2, 2, 2), "only matrices can be quantised"),
         (KIMI_K2_THINKING, (8, 48), "its 48 columns are not a multiple of 32"),
-        (KIMI_K2_THINKING, (2, 8, 32), "only matrices are quantised"),
-        (group(), (2, 8, 32), "only matrices are quantised"),
+        (KIMI_K2_THINKING, (2, 8, 32), "only matrices can be quantised"),
+        (group(), (2, 8, 32), "only matrices can be quantised"),
         (MXFP8, (8, 33), "mxfp8: its 33 columns are not a multiple of 32"),
-        (MXFP8, (2, 8, 32), "only matrices are quantised"),
+        (MXFP8, (2, 8, 32), "only matrices can be quantised"),
         (NVFP4, (8, 24), "nvfp4: its 24 columns are not a multiple of 16"),
-        (NVFP4, (2, 8, 32), "only matrices are quantised"),
-        ({"quant_method": "fp8"}, (2, 8, 8), "only matrices are quantised"),
+        (NVFP4, (2, 8, 32), "only matrices can be quantised"),
+        ({"quant_method": "fp8"}, (2, 8, 8), "only matrices can be quantised"),
     ],
 )
 def test_what_a_method_cannot_take_is_named(

@@ -165,7 +165,7 @@ def test_pack_refuses_what_does_not_fit() -> None:
     out = torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(InvalidArgumentError):
         pack(table, out.data_ptr(), 16, [1])
-    with pytest.raises(InvalidArgumentError, match="16 bytes, the buffer 15"):
+    with pytest.raises(InvalidArgumentError, match="16 bytes, but the buffer has 15"):
         pack(table, out.data_ptr(), 15, [0])
     with pytest.raises(InvalidArgumentError, match="1 tensors but 2 offsets"):
         pack(table, out.data_ptr(), 16, [0, 0])

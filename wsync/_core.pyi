@@ -52,7 +52,7 @@ class Shard(structseq[Any], tuple[int, int, int, tuple[int, ...], tuple[int, ...
     """In bytes."""
     origin: Final[str]
     affine: Final[tuple[float, float]]
-    """(scale, offset) that compute the box's elements; (0.0, 0.0): they are copied."""
+    """(scale, offset): an element arrives as x * scale + offset.  (0.0, 0.0): elements are copied."""
     steps: Final[tuple[int, ...]]
     """The box takes every step-th index of the tensor from `start` on."""
 
@@ -200,8 +200,8 @@ class Quantiser:
     amax_count: Final[int]
     """Entries of the table of amaxes, one float32 each; the same on all ranks."""
     stats: Final[dict[str, int]]
-    """Bytes of weights on all ranks: quantised_nbytes, and the part of them that several ranks quantise because they
-    hold the same elements, repeated_nbytes."""
+    """quantised_nbytes: bytes of the weights that all ranks quantise.  repeated_nbytes: the part of these bytes that
+    several ranks quantise, because they hold the same elements."""
 
 # --- torch exchange (csrc/python/tensor_table.c) ---------------------------
 
@@ -214,18 +214,19 @@ class TensorTable:
     nbytes: Final[int]
     """Bytes of all elements."""
     gpu: Final[int | None]
-    """The CUDA device that holds some of the tensors, or None."""
+    """The CUDA device of the tensors.  None: all are on the host."""
     known: Final[bool]
     """Whether all facts match the `former` that describe() was given."""
     def form(self) -> TensorTable:
-        """Returns the same facts, to compare with later ones.  A form keeps no tensor alive, and is not for reading."""
+        """Returns a table of the same facts, only to compare later tables with.  It keeps no tensor alive."""
     def differs(self, other: TensorTable, /) -> int | None:
-        """Returns the index of the first tensor with another dtype, shape or strides than in `other`, or None."""
+        """Returns the index of the first tensor whose dtype, shape or strides differ from those in `other`; None if all
+        agree."""
     def joined(self, other: TensorTable, /) -> TensorTable:
         """Returns a table of this table's tensors and then the other's; keeps all of them alive."""
     def moved(self, tensors: Sequence[Any], /) -> int | None:
-        """Returns the index of the first of these tensors whose address, dtype, shape or strides differ from the table,
-        or None.  There must be as many tensors as in the table."""
+        """Returns the index of the first tensor whose address, dtype, shape or strides differ from the table's; None if
+        all agree.  There must be as many tensors as in the table."""
     def offsets(self, alignment: int, /) -> tuple[list[int], int]:
         """(starts, nbytes): places the tensors one after another at multiples of `alignment`, a power of two up to
         4096."""
@@ -325,11 +326,11 @@ class Stream:
     device: Final[Device]
     def copy(self, copies: Plan | Route, index: int, phase: int, sources: BufferTable, destinations: BufferTable) -> int:
         """Enqueues the copies of a plan's round and phase, or of a route's buffer (phase ignored).  Returns the bytes
-        written.  Keeps everything alive until the stream has run them."""
+        written.  Keeps the plan or route and both tables alive until the stream has run the copies."""
     def quantise(self, quantiser: Quantiser, sources: BufferTable, results: BufferTable, codes: bool) -> None:
         """Enqueues one pass of a quantiser over its rank's parameters.  results: the spans of the image and of the
         table of amaxes.  codes: True writes codes and scales into the image; False merges the amaxes of pieces into the
-        table, which begins with 0.  Keeps everything alive until the stream has run it."""
+        table, which begins with 0.  Keeps the quantiser and both tables alive until the stream has run the pass."""
     def record(self, event: Event, value: int) -> None:
         """Sets the event to `value` once all earlier work of the stream is done."""
     def wait(self, event: Event, value: int) -> None:
@@ -338,7 +339,7 @@ class Stream:
         """Drops work that has not begun, gives up waits, and returns once none of the enqueued work runs any more.
         Returns False if a GPU needs longer than `timeout` seconds (at most 60); its work then keeps what it uses."""
     def look(self) -> None:
-        """Raises the error that has ended its GPU's work for good, if any; waits for nothing."""
+        """If an error has ended all work on the stream's GPU, raises it.  Waits for nothing."""
     def synchronize(self, timeout: float, check: Check = None) -> None:
         """Waits for the enqueued work; DeadlineError after `timeout` seconds."""
     def trace(self, capacity: int, /) -> list[tuple[int, int, int, int]]:
@@ -359,7 +360,7 @@ class Exporter:
         """Rounds of this update that the worker is known to have finished; waits for nothing."""
     @property
     def worker_uuid(self) -> str:
-        """The worker's GPU, once the worker has been accepted; "" for the host."""
+        """The UUID of the worker's GPU, known once the worker has been accepted.  "": the worker uses the host."""
     def accept(self, timeout: float, check: Check = None) -> bytes:
         """Waits for the worker; returns its first message."""
     def attach(self, ring: Memory, manifest: bytes, timeout: float, check: Check = None) -> None:
@@ -374,10 +375,11 @@ class Exporter:
     def begun(self, timeout: float, check: Check = None) -> None:
         """Waits until the worker has seen the start, and has mapped all that was lent before it."""
     def acquire(self, wait_round: int, stream: Stream | None, timeout: float, check: Check = None) -> None:
-        """Makes the stream wait until the worker has finished a round (None: waits here); -1: no round to wait for."""
+        """Makes the stream wait until the worker has finished a round.  If `stream` is None, waits here.  If the round
+        is -1, waits for nothing."""
     def look(self) -> None:
-        """Raises the worker's error, or says that the worker is gone.  Waits for nothing, and does nothing during
-        another call."""
+        """If the worker has failed or is gone, raises an error that says so.  Waits for nothing, and does nothing
+        during another call."""
     def post(self, round: int, stream: Stream, timeout: float, check: Check = None) -> None:
         """Announces a round, which is ready when the stream gets here."""
     def prepared(self, timeout: float, check: Check = None) -> tuple[int, int, int]:
@@ -405,7 +407,8 @@ class Importer:
     def manifest(self) -> bytes: ...
     @property
     def bound(self) -> BufferTable | None:
-        """The places of the manifest's buffers in lent memory, kept mapped; None: they are in the ring."""
+        """The places of the manifest's buffers in lent memory, which stays mapped.  None: the buffers are in the
+        ring."""
     @property
     def segments(self) -> tuple[Memory, ...]:
         """The lent segments, in the order in which they were lent."""
@@ -483,7 +486,7 @@ def exportable_check(ordinal: int, /) -> None:
     """Raises UnsupportedError unless wsync_exportable_alloc works for a GPU (`ordinal` counts as in cuda_devices)."""
 
 def exportable_refusal() -> str:
-    """Returns why wsync_exportable_alloc last failed in this thread, or "" if it has succeeded since."""
+    """Returns why wsync_exportable_alloc last failed in this thread.  If it has succeeded since, returns ""."""
 
 # --- the GPU (csrc/python/device.c) -----------------------------------------------------------
 

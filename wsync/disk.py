@@ -172,8 +172,8 @@ class DiskSync(Updates):
 
         Args:
             weights: the current parameters by global name, or a function that returns them; None
-                for the tensors that the layout was made from.  The tensors must not change until
-                this returns.
+                stands for the tensors that the layout was made from.  The tensors must not change
+                until this returns.
             version: the weight version that engines report afterwards: a number from 0 or a short
                 text without "/", the same on all ranks.  None counts up; each connection starts
                 at 1.

@@ -29,17 +29,18 @@ _HEADS: Final = ("worker", "model", "tensors", "bytes kept", "rounds", "ring byt
 class EngineReport:
     """The answers of an engine and its workers.
 
-    weight_version: the version that the engine reports; None if it reports none.  unasked: why the
-    workers were not asked, or "".  workers: a dictionary for each worker, with these keys:
+    weight_version: the version that the engine reports; None if it reports none.
+    unasked: why the workers were not asked; "" if they were.
+    workers: a dictionary for each worker, with these keys:
 
         worker                   the worker's number
         update, rounds           the number of the last committed update, and of its rounds
         ring_nbytes              bytes of the ring that the update went through
         consistent               whether all weights are from one update
-        inconsistency            why they are not
+        inconsistency            why some weights are not
         loader                   the class of the loader
         module                   the class of the model, if wsync learns what the worker keeps
-        unlearnt                 why wsync has not learnt what the worker keeps, or "" if it has
+        unlearnt                 why wsync has not learnt what the worker keeps; "" if it has
 
     A worker that has learnt what it keeps adds: model_tensors, model_nbytes, kept_nbytes, fallbacks
     (tensors that go through the engine's own load_weights, and why) and tensors.  Each tensor has
@@ -76,7 +77,7 @@ def look(engine: object, *, api_key: str | None = None, timeout: float = 30.0) -
 
 
 def _obstacle(engine: EngineHandle, timeout: float) -> str:
-    """The reason why an engine's workers cannot be asked, or ""."""
+    """Says why an engine's workers cannot be asked.  Returns "" if they can."""
     if LOAD_FORMAT not in engine.load_formats:
         return f"does not run wsync's loader; its load formats are {engine.load_formats}"
     started = how_started(engine, timeout)

@@ -132,7 +132,8 @@ class TrainerLayout:
         return table
 
     def _fitted(self, place: int, tensor: Tensor, row: _Row) -> Tensor:
-        """A given weight, or a copy in the layout's form if the weight may have another form."""
+        """Returns a given weight.  If the weight may have another form than the layout, returns a
+        copy in the layout's form."""
         form = self.made_from[place]
         narrow = row[1] in ("bfloat16", "float16") and form[1] == "float32"
         if narrow and self.names[place] in self.widened:
@@ -162,7 +163,8 @@ class TrainerLayout:
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
-    """A copy with the layout's strides if a contiguous tensor lacks only these, else the tensor."""
+    """Returns the tensor.  If it is contiguous and differs from the layout only in its strides,
+    returns a copy with the layout's strides."""
     if row[1:3] != form[1:3] or row[3] == form[3] or not tensor.is_contiguous():
         return tensor
     import torch

@@ -31,9 +31,9 @@ class Options:
         deadline: seconds that an engine worker waits for any step, and that an engine may take to
             describe itself, to pause or to continue.  Trainer ranks wait 5 s longer for each other,
             and 10 s longer for the request that stays open during an update.
-        round_nbytes: bytes that move to one worker in one step.  0 chooses 32 MiB on the host and
-            256 MiB on GPUs.  It chooses 1 GiB on GPUs if `park` is off, no engine is remote, and
-            every GPU has 16 GiB free for each worker that its rank serves (at the connection).
+        round_nbytes: bytes that move to one worker in one step.  0 chooses 32 MiB on the host.  On
+            GPUs, 0 chooses 1 GiB if `park` is off, no engine is remote, and every GPU has 16 GiB
+            free for each worker that its rank serves (at the connection).  If not, 256 MiB.
         ring_nbytes: bytes of one worker's ring.  0 chooses four rounds, or the size of the model if
             that is less.
         bucket_nbytes: bytes of a round if some engine runs without wsync and takes one request
@@ -90,7 +90,7 @@ class Options:
             GPU it chooses up to four, by the number of cores for each GPU; they copy weights in
             host memory that the GPU does not reach.  Quantising weights in host memory may use
             more threads: the rank's share of the host's cores.
-        directory: the directory of sockets; None for the temporary directory.
+        directory: where wsync makes its sockets.  None stands for the temporary directory.
         checkpoint: folder of the model's Hugging Face checkpoint.  When a trainer connects, wsync
             compares the trainer's names and shapes with it.  None looks for the folder that the
             engines were started from; "" switches the comparison off.  slime's updaters pass
@@ -104,10 +104,10 @@ class Options:
         quantise: how weights are delivered.  None: as the trainer holds them.  A mapping: quantised
             by this quantization_config (as in a checkpoint's config.json).  "checkpoint": by the
             checkpoint's own, if it has one; a mapping with only "producer" and "transform_ue8m0"
-            means this, too.  wsync quantises the tensors that have scales in the checkpoint;
-            without a folder of tensors, all linear layers except those in the mapping's lists.
-            "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM, as SGLang keeps
-            them on Blackwell.
+            means this, too.  wsync quantises the tensors that have scales in the checkpoint.
+            Without a folder of tensors, it quantises all linear layers except those in the
+            mapping's lists.  "transform_ue8m0": True packs the scales of FP8 blocks for DeepGEMM,
+            as SGLang keeps them on Blackwell.
         retry: for slime's classes: whether an update that fails because an engine was gone,
             restarted or late, or a rank was late, is tried once more before slime sees the error.
             All ranks wait for each other before the second try, for at most 30 s.
@@ -178,8 +178,8 @@ class Options:
         raise _core.InvalidArgumentError(f"{name}={getattr(self, name)!r:.200} {why}")
 
     def refuse(self, without_effect: Mapping[str, str]) -> None:
-        """Raises InvalidArgumentError if an option without effect here is set.  without_effect: the
-        names of such options, each with the use that it is for."""
+        """Raises InvalidArgumentError if an option without effect here is set.
+        without_effect: for each option without effect here, what it is for."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in without_effect and value != each.default:
@@ -208,7 +208,7 @@ class Options:
 
     @staticmethod
     def of(given: Options | None) -> Options:
-        """The given options; the defaults for None."""
+        """Returns the given options.  None stands for the defaults."""
         if not isinstance(given, Options | None):
             raise _core.InvalidArgumentError(f"options={given!r}: expected wsync.Options(...)")
         return Options() if given is None else given

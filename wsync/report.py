@@ -35,8 +35,8 @@ class Report:
 
     `paused` is, for each engine, the seconds from the request to pause until it generates again, on
     rank 0.  `staged` says whether the rounds came before the pause (see `Sync.stage`): then the
-    phases staging, engine, gather and copy are not a part of it.  The time between `stage` and
-    `commit` is in none of these numbers.
+    phases staging, engine, gather and copy are not a part of the pause.  The time between `stage`
+    and `commit` is in none of these numbers.
     `engine_pause_seconds` and `engine_flush_seconds` are the times that the slowest engine took to
     stop and to empty its cache, as rank 0 saw it.  Engines do this together, during other phases.
 

@@ -85,8 +85,8 @@ class Sync(Updates):
 
         Args:
             weights: the current parameters by global name, or a function that returns them; None
-                for the tensors that the layout was made from.  The tensors must not change until
-                this returns.
+                stands for the tensors that the layout was made from.  The tensors must not change
+                until this returns.
             version: the weight version that engines report afterwards: a number from 0 or a short
                 text, the same on all ranks.  None counts up; each connection starts at 1.
 
@@ -100,10 +100,10 @@ class Sync(Updates):
             WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
                 happened (Ctrl-C is raised there unchanged).  Engines that are known to hold no part
-                of it continue.  Other engines stay paused, and may hold a part of the update; the
-                next call connects anew and updates them again.  If only an engine's load_weights
-                does something else than before, as after a rebalancing of experts, this call does
-                so.
+                of the update continue.  Other engines stay paused, and may hold a part of the
+                update; the next call connects anew and updates them again.  If the only cause is
+                that an engine's load_weights does something else than before, as after a
+                rebalancing of experts, this call itself connects anew and tries once more.
         """
         try:
             return self._attempt(weights, version)
@@ -131,13 +131,13 @@ class Sync(Updates):
     ) -> bool:
         """Brings the bytes of an update to engines that generate; `commit` then puts them in place.
         All trainer ranks call it together, with the arguments of `update`, which does both.  If an
-        update is staged already, it is dropped, and the new one is not brought before `commit`.
+        update is staged already, it is dropped, and `commit` brings the new one.
 
         Returns:
             Whether the bytes have been sent, so that the tensors may change.  False: `commit` sends
-            them, and the tensors must not change until it returns.  So it is in a connection's
-            first update, in the next one after an error or a dropped update, and if Options.stage
-            does not allow more.
+            them, and the tensors must not change until it returns.  This is the case in a
+            connection's first update, in the first update after an error or a dropped update, and
+            if Options.stage does not allow staging.
 
         Raises:
             StateError: as in `update`.
@@ -385,8 +385,8 @@ class Sync(Updates):
             self._connection.look()
 
     def _watch_failures(self) -> None:
-        """Does the same while ranks agree to commit.  The first ranks to agree already commit, so
-        opening requests may end."""
+        """Raises the same errors as `_watch` while ranks agree to commit.  The first ranks to agree
+        already commit, so opening requests may end."""
         self._requests.look(committing=True)
         if self._connection is not None:
             self._connection.look()

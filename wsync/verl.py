@@ -221,7 +221,7 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Args:
             weights: whole tensors under their Hugging Face names.  All ranks get all tensors, in
                 the same order.
-            global_steps: the weight version that servers report afterwards; None counts.
+            global_steps: the weight version that servers report afterwards.  None counts up.
 
         Returns:
             Metrics for verl's trainer, on the first rank only, because verl keeps one rank's: the
@@ -255,7 +255,8 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         Raises:
             RemoteError: the trainer has failed, with this error.
-            PeerClosedError, DeadlineError: it has ended, or took longer than `timeout` seconds.
+            PeerClosedError, DeadlineError: the trainer has ended, or took longer than `timeout`
+            seconds.
         """
         (trainer,) = self._channels
         trainer.wait((Frame.BEGIN,), self._timeout)
@@ -270,8 +271,8 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _update(
         self, weights: Iterable[tuple[str, torch.Tensor]], step: int | None
     ) -> wsync.Report:
-        """Makes a step's update.  If it fails on any rank, the next one connects anew, because the
-        tensors may differ, or another rank may have closed its connection."""
+        """Makes a step's update.  If the update fails on any rank, the next update connects anew,
+        because the tensors may differ, or another rank may have closed its connection."""
         given = iter(weights)
         try:
             try:

@@ -81,7 +81,7 @@ static wsync_status_t look_up(void *opened, const char *only, wsync_nccl_library
         }
         if (address == NULL) {
             return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "dlsym",
-                              "no NCCL: %s (NCCL %d.%d.%d) has no %s of NCCL %d.%d",
+                              "no NCCL: %s (NCCL %d.%d.%d) has no %s, which NCCL %d.%d has",
                               library->path, library->version / 10000,
                               library->version % 10000 / 100, library->version % 100,
                               entry->symbol, entry->since / 10000,

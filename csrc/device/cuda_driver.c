@@ -52,7 +52,7 @@ static const char *hint(wsync_cu_result_t code)
                "off the library path";
     case WSYNC_CU_NO_DEVICE:
         return "no GPU is visible; see CUDA_VISIBLE_DEVICES, and whether the container was "
-               "given one";
+               "given a GPU";
     case WSYNC_CU_DEVICE_UNAVAILABLE:
         return "another process holds the GPU for itself";
     case WSYNC_CU_SYSTEM_NOT_READY:
@@ -103,11 +103,11 @@ static wsync_status_t look_up(lookup_func_t lookup, const char *only, wsync_erro
             continue;
         }
         if (code != WSYNC_CU_SUCCESS || address == NULL) {
-            return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, code, "cuGetProcAddress",
-                              "no GPU: the driver (CUDA %d.%d) has no %s of CUDA %d.%d",
-                              table.driver.version / 1000, table.driver.version % 1000 / 10,
-                              entry->symbol, entry->version / 1000,
-                              entry->version % 1000 / 10);
+            return wsync_fail(
+                err, WSYNC_ERR_UNSUPPORTED, code, "cuGetProcAddress",
+                "no GPU: the driver (CUDA %d.%d) has no %s, which CUDA %d.%d has",
+                table.driver.version / 1000, table.driver.version % 1000 / 10,
+                entry->symbol, entry->version / 1000, entry->version % 1000 / 10);
         }
         /* ISO C does not convert the one kind of pointer to the other. */
         memcpy((char *)&table.driver + entry->offset, (const void *)&address,

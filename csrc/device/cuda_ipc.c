@@ -102,11 +102,11 @@ wsync_status_t wsync_cuda_ipc_create(const wsync_cuda_device_t *device, uint64_t
 {
     if (nbytes == 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_ipc_create",
-                          "GPU memory of 0 bytes");
+                          "cannot make GPU memory of 0 bytes");
     }
     if (nbytes > INT64_MAX) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wsync_cuda_ipc_create",
-                          "GPU memory of %" PRIu64 " bytes", nbytes);
+                          "cannot make GPU memory of %" PRIu64 " bytes", nbytes);
     }
     return make_filled(
         &(wsync_cuda_ipc_t){.device = device,

@@ -46,11 +46,11 @@ static wsync_status_t make_record(const wsync_cuda_device_t *device, uint64_t nb
 
     if (nbytes == 0) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_memory_create",
-                          "GPU memory of 0 bytes");
+                          "cannot make GPU memory of 0 bytes");
     }
     if (nbytes > INT64_MAX) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, 0, "wsync_memory_create",
-                          "GPU memory of %" PRIu64 " bytes", nbytes);
+                          "cannot make GPU memory of %" PRIu64 " bytes", nbytes);
     }
     made = calloc(1, sizeof(*made));
     if (made == NULL) {
@@ -164,12 +164,13 @@ static wsync_status_t fail_create(const wsync_cuda_memory_t *memory, wsync_cu_re
     if (code == WSYNC_CU_OUT_OF_MEMORY &&
         device->driver->mem_get_info(&left, &total) == WSYNC_CU_SUCCESS) {
         return wsync_fail(err, WSYNC_ERR_NO_MEMORY, code, call,
-                          "GPU memory of %" PRIu64
+                          "cannot make GPU memory of %" PRIu64
                           " bytes: %zu of %zu bytes of %s are free",
                           memory->mapped_nbytes, left, total, device->label);
     }
     return wsync_cuda_check(device->driver, code, call, err,
-                            "GPU memory of %" PRIu64 " bytes", memory->mapped_nbytes);
+                            "cannot make GPU memory of %" PRIu64 " bytes",
+                            memory->mapped_nbytes);
 }
 
 /* Physical memory; in the context. */
@@ -485,7 +486,7 @@ wsync_status_t wsync_cuda_take(const wsync_cuda_device_t *device, uint64_t nbyte
 
     if (nbytes == 0 || nbytes > INT64_MAX) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "wsync_cuda_take",
-                          "GPU memory of %" PRIu64 " bytes", nbytes);
+                          "cannot make GPU memory of %" PRIu64 " bytes", nbytes);
     }
     status = wsync_cuda_enter(device, err);
     if (status != WSYNC_OK) {

@@ -365,7 +365,7 @@ wsync_status_t wsync_event_wait(wsync_event_t event, uint64_t value, int timeout
             /* No time in the text: callers wait in slices. */
             return wsync_fail(err, WSYNC_ERR_TIMEOUT, 0, "wsync_event_wait",
                               "event at offset %" PRIu64 " is %" PRIu64
-                              ", waited for %" PRIu64,
+                              "; the wait was for %" PRIu64,
                               event.offset, seen, value);
         }
         if (!event.memory->device->wakes) {

@@ -273,7 +273,7 @@ static wsync_status_t lent_nbytes(int fd, uint64_t *nbytes, wsync_error_t *err)
     }
     if (fcntl(fd, F_GET_SEALS) < 0) {
         return wsync_fail(err, WSYNC_ERR_REFUSED, errno, "wsync_memory_borrow",
-                          "descriptor %d, which a peer lends, is not of shared memory", fd);
+                          "descriptor %d, which a peer lends, is not shared memory", fd);
     }
     *nbytes = (uint64_t)info.st_size;
     return WSYNC_OK;

@@ -35,7 +35,7 @@ wsync_status_t wsync_channel_adopt(int fd, wsync_channel_t **channel, wsync_erro
     }
     if (credentials.uid != geteuid()) {
         status = wsync_fail(err, WSYNC_ERR_REFUSED, 0, "channel",
-                            "process %d runs as user %u, this one as user %u",
+                            "process %d runs as user %u, but this process as user %u",
                             (int)credentials.pid, (unsigned)credentials.uid,
                             (unsigned)geteuid());
         goto fail;

@@ -182,10 +182,9 @@ static int fail_device(const describer_t *describer, PyObject *tensor)
                           "must be on one device",
                           name, (long long)describer->gpu);
     } else {
-        (void)fail_tensor(
-            describer, tensor, WSYNC_ERR_UNSUPPORTED,
-            "is on device %.64s, but %s is supported here", name,
-            describer->gpu_ok ? "memory of CPU and CUDA devices" : "only CPU memory");
+        (void)fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
+                          "is on device %.64s, but wsync takes only %s here", name,
+                          describer->gpu_ok ? "CPU or CUDA memory" : "CPU memory");
     }
     Py_XDECREF(text);
     return -1;
@@ -306,7 +305,7 @@ static int read_local(describer_t *describer, PyObject *tensor, PyObject *local,
     if (ndim != (Py_ssize_t)row->ndim ||
         memcmp(shape, row->shape, (size_t)ndim * sizeof(*shape)) != 0) {
         return fail_tensor(describer, tensor, WSYNC_ERR_UNSUPPORTED,
-                           "its _local_tensor has another shape: it holds its elements on "
+                           "its _local_tensor has another shape, so its elements are on "
                            "several ranks");
     }
     return 0;

@@ -39,7 +39,7 @@ static wsync_status_t append_tensor(packing_t *packing, size_t index, wsync_erro
     }
     if (row->nbytes > packing->destination.nbytes) { /* also keeps the strides below 2^63 */
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "pack",
-                          "tensor %zu has %llu bytes, the buffer %llu", index,
+                          "tensor %zu has %llu bytes, but the buffer has %llu", index,
                           (unsigned long long)row->nbytes,
                           (unsigned long long)packing->destination.nbytes);
     }

@@ -522,10 +522,11 @@ static PyObject *stream_abandon(PyObject *object, PyObject *args, PyObject *kwar
     leave(self);
     if (dry) {
         drop_holds(self, mark); /* these marks are passed or will never be recorded */
-    } else if (PyErr_WarnEx(PyExc_RuntimeWarning,
-                            "a GPU has not finished its work: wsync keeps the weights and "
-                            "buffers that it may still use",
-                            1) < 0) {
+    } else if (PyErr_WarnEx(
+                   PyExc_RuntimeWarning,
+                   "a GPU has not finished its work, so wsync keeps the weights and "
+                   "buffers that the GPU may still use",
+                   1) < 0) {
         return NULL;
     }
     return PyBool_FromLong(dry);

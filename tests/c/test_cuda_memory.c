@@ -66,7 +66,7 @@ TEST(sizes_that_cannot_be_are_refused)
     CHECK_EQ(wsync_memory_create(&device->base, 7000000, &memory, &err),
              WSYNC_ERR_NO_MEMORY);
     CHECK_HAS(err.message,
-              "GPU memory of 8388608 bytes: 6291456 of 6291456 bytes of GPU 0 "
+              "cannot make GPU memory of 8388608 bytes: 6291456 of 6291456 bytes of GPU 0 "
               "(Fake GPU 0) are free");
     CHECK_EQ(wsync_control_create(&device->base, 0, &memory, &err), WSYNC_ERR_INVALID);
     CHECK_EQ(wsync_control_create(&device->base, 1ULL << 40, &memory, &err),
@@ -129,7 +129,7 @@ TEST(events_are_words_of_control_memory)
     CHECK_EQ(wsync_memory_park(control, &err), WSYNC_ERR_UNSUPPORTED);
     CHECK_EQ(wsync_event_query(event), 0);
     CHECK_EQ(wsync_event_wait(event, 1, 10, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "offset 128 is 0, waited for 1");
+    CHECK_HAS(err.message, "offset 128 is 0; the wait was for 1");
     wsync_event_set(event, 3);
     wsync_event_set(event, 2);
     CHECK_OK(wsync_event_wait(event, 3, 0, &err), err);

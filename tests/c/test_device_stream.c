@@ -61,7 +61,7 @@ TEST(events_wait_until_their_value)
     CHECK_EQ(wsync_event_wait(event, 1, 0, &err), WSYNC_ERR_TIMEOUT);
     CHECK_EQ(wsync_event_wait(event, 1, 20, &err), WSYNC_ERR_TIMEOUT);
     CHECK_EQ(wsync_event_wait(event, 1, -5, &err), WSYNC_ERR_TIMEOUT);
-    CHECK_HAS(err.message, "offset 128 is 0, waited for 1");
+    CHECK_HAS(err.message, "offset 128 is 0; the wait was for 1");
     CHECK_OK(wsync_stream_record(stream, event, 3, &err), err);
     CHECK_OK(wsync_event_wait(event, 3, DEADLINE_MS, &err), err);
     CHECK_OK(wsync_event_wait(event, 2, 0, &err), err);

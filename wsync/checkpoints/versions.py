@@ -90,8 +90,8 @@ class Versions:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Keeps other trainers out.  Removes the leftovers of a trainer that died, and those of the
-        block if it fails."""
+        """Keeps other trainers out.  Removes the leftovers of a trainer that died.  If the block
+        fails, removes its leftovers, too."""
         with system_calls(self.root):
             missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
             self.root.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def _chosen(arguments: list[str] | None) -> Any:
 
 
 def _lack() -> str:
-    """The reason why the demo cannot run, or ""."""
+    """Says why the demo cannot run.  Returns "" if it can."""
     needed = ("torch", "transformers", "megatron.core", "mbridge")
     if missing := [name for name in needed if not importable(name)]:
         return f"{', '.join(missing)}: not installed; run pip install '.[demo]' in a clone of wsync"

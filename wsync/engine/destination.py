@@ -37,8 +37,9 @@ class LoadTarget(Protocol):
         """The memory of the layout's buffers."""
 
     def complete(self) -> None:
-        """Finishes an update after its last byte.  Increments the tensors' versions: torch does not
-        see the copies, and caches depend on versions.  LayoutError: the values cannot be used."""
+        """Finishes an update after its last byte.  Increments the tensors' versions, because torch
+        does not see the copies, and caches depend on versions.  LayoutError: the values cannot be
+        used."""
 
     def check_places(self) -> None:
         """Raises StateError if a tensor has moved to other memory."""

@@ -12,7 +12,8 @@ from wsync.module_tensors.held import Bound, bound_tensors, seen, usable
 
 
 def run_in_place(module: torch.nn.Module, hook: Callable[[], object]) -> None:
-    """Calls a hook as `in_place` describes.
+    """Calls a hook, then binds the module's former tensors again, with the new values (see
+    `in_place`).
 
     Raises:
         StateError: the hook has changed a tensor's dtype or shape.

@@ -161,7 +161,8 @@ class Loader:
 
     @property
     def own_loading(self) -> str:
-        """Says which tensors go through the engine's own loading, and why; "" for none."""
+        """Names the tensors that go through the engine's own loading, and says why.  Returns "" if
+        there are none."""
         return ""
 
     def attach(self, ring: Memory, manifest: Layout) -> None:

@@ -29,7 +29,7 @@ class UpdateState:
     weight_version: changes once all weights of an update are here, but before `trouble` becomes "";
     so read `trouble` first.
     consistent: False from the first byte written until all weights are those of one update.
-    reason: why the weights are inconsistent, or "".
+    reason: why the weights are inconsistent; "" if they are consistent.
     update: number of the last update that was committed by a control message, or None.
     """
 
@@ -44,7 +44,7 @@ class UpdateState:
 
     @property
     def trouble(self) -> str:
-        """Why the engine must not generate, or ""."""
+        """Why the engine must not generate; "" if it may."""
         return self._unnamed if self.consistent else self.reason
 
     def check_whole(self) -> None:

@@ -194,7 +194,7 @@ class RemoteImporter:
 
     @property
     def arrived(self) -> int:
-        """Always 0: only a wait shows that a round has arrived."""
+        """This is always 0, because only `wait` can tell that a round has arrived."""
         return 0
 
     def done(self, round: int, stream: _core.Stream | None, timeout: float) -> None:

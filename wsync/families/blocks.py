@@ -233,7 +233,7 @@ def mtp(
     Args:
         layer: the rules of an ordinary layer; rules of parameters outside layers are ignored.
         inner: the prefix of the inner layer's target names.  {mtp} is the MTP layer's number;
-            {layer} is this number counted on from the model's last layer.
+            {layer} is {mtp} plus the number of the model's layers.
         enorm, hnorm, projection, norm: target names of the norms of embedding and hidden state, of
             eh_proj and of the last norm, without ".weight".
         swapped: see `eh_proj`.

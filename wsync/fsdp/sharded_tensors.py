@@ -1,4 +1,5 @@
-"""Parts of DTensors (by their placements and meshes), of ShardedTensors, and of plain tensors."""
+"""Finds which parts of a tensor this rank holds: of a DTensor (from its placements and mesh), a
+ShardedTensor or a plain tensor."""
 
 from __future__ import annotations
 

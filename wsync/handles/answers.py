@@ -46,8 +46,8 @@ def drafts_itself(started: Mapping[str, Any]) -> bool:
 
 
 def other_draft(started: Mapping[str, Any]) -> str:
-    """The folder of another model with which an SGLang server drafts tokens (EAGLE3, DFLASH); "" if
-    it drafts with its own model or not at all.  started: the server's arguments.
+    """The folder of another model with which an SGLang server drafts tokens (EAGLE3, DFLASH).  This
+    is "" if the server drafts with its own model or not at all.  started: the server's arguments.
 
     Up to SGLang 0.5.20 a load from disk changes model_path; tokenizer_path keeps the first folder.
     """
@@ -62,7 +62,8 @@ def stages_of(started: Mapping[str, Any]) -> int:
 
 
 def ignores_pause(started: Mapping[str, Any], mode: str) -> str:
-    """Why a server does not pause in this mode of Options.pause_mode, or ""."""
+    """Says why a server does not pause in this mode of Options.pause_mode.  Returns "" if it
+    does."""
     if (stages := stages_of(started)) == 1 or mode == "abort":
         return ""
     return (
@@ -99,7 +100,7 @@ class Setup(NamedTuple):
         if processes not in (1, None):
             raise UnsupportedError(
                 f"engine {name}: tokenizer_worker_num {processes}: each process keeps its own "
-                "weight version, and an update reaches only one of them: start the server with 1"
+                "weight version, and an update reaches only one of them: start it with one"
             )
         workers = started.get("tp_size")
         if type(workers) is not int or workers < 1:
@@ -130,7 +131,7 @@ def check_same(name: str, before: object, now: object) -> None:
 
 
 def refusal(answer: Any) -> str | None:
-    """None if an engine's answer says success, else the engine's text.
+    """Returns None if an engine's answer means success.  Otherwise returns the engine's text.
 
     These mean success: None, True, {"success": True}, (True, message, ...), an object with
     `success`, and a list with one of these from each worker; {"status": "ok"}, SGLang's answer to

@@ -170,8 +170,8 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
     """Handles of a list of engines, or of the list that a callable returns.  Together the engines
     have `timeout` seconds to answer.
 
-    Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice: it would
-    wait for itself.  An engine that tells its identity is also found under two URLs.
+    Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice, because it
+    would wait for itself.  An engine that tells its identity is also found under two URLs.
     """
     given = engines() if callable(engines) else engines
     if isinstance(given, str) or not isinstance(given, Iterable):

@@ -46,7 +46,7 @@ class LocalHandle(ApiHandle):
         return found
 
     def _method(self, name: str) -> Any:
-        """The engine's method, or None."""
+        """Returns the engine's method of this name; None if it has none."""
         return getattr(self._engine, name, None)
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:

@@ -179,13 +179,13 @@ class VllmHandle(LocalHandle):
 
     def _engines(self, first: Mapping[str, Any], timeout: float) -> int:
         """The number of data-parallel engines that each call reaches, although vLLM returns only
-        the first one's answer.  first: what a worker of that one says."""
+        the first one's answer.  first: what a worker of the first engine says."""
         if first.get("alone"):
             return 1
         if first["engines"] > 1:
             raise UnsupportedError(
-                f"engine {self.name}: {first['engines']} data-parallel engines of a model with "
-                "experts behind one collective_rpc, which answers only for the first of them"
+                f"engine {self.name}: it has {first['engines']} data-parallel engines of a model "
+                "with experts, but one collective_rpc, which answers only for the first engine"
             )
         if isinstance(self._engine, VllmServer):
             told = int(self._call("get_world_size", timeout) or 0) // int(first["workers"])

@@ -77,7 +77,7 @@ def _uuids(pid: int) -> list[str]:
 
 
 def find(uuid: str) -> _core.Device:
-    """Returns the device with a UUID, or the host for "".
+    """Returns the GPU with this UUID.  If `uuid` is "", returns the host.
 
     Raises:
         UnsupportedError: this process cannot use the GPU; the text says why.

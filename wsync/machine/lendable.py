@@ -1,8 +1,8 @@
 """Finds where this process's memory is, and which of it can be lent to other processes.
 
 It asks the kernel or the driver, because any code may have made the memory: torch (share_memory_,
-segments of cudaMalloc or expandable ones), multiprocessing.shared_memory, or any other code that
-maps a file without a disk.
+segments of cudaMalloc or expandable ones), multiprocessing.shared_memory, or code that maps a file
+in memory (tmpfs, memfd).
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class SharedMaps:
         return found
 
     def find(self, spans: Iterable[tuple[int, int]]) -> list[LentPlace | None]:
-        """Finds the place of each span (address, bytes).  It is None for an empty span, and for one
-        that is not within one shared mapping."""
+        """Finds the place of each span (address, bytes).  If a span is empty, or if no single
+        shared mapping contains it, its place is None."""
         starts = [mapping.start for mapping in self._found]
         places: list[LentPlace | None] = []
         for address, nbytes in spans:
@@ -134,10 +134,10 @@ def most_segments(ranks: int = 1) -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raises this process's descriptor limit to its limit of mappings, if the hard limit allows it.
-    The usual soft limit, 1,024, is enough for the segments of 20 GB.  The limit is not raised
-    further: containers have a hard limit of 2^30, and some programs try all numbers up to the soft
-    limit."""
+    """Raises this process's soft descriptor limit to its limit of mappings, or to the hard limit if
+    that is lower.  The usual soft limit, 1,024, is enough for the segments of 20 GB.  The limit is
+    not raised further, because containers have a hard limit of 2^30, and some programs try all
+    numbers up to the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < (most := _most_descriptors()):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -7,7 +7,8 @@ wsync.  CPU tensors travel in one of two ways, both torch's own:
 
 * by shared file (`torch.multiprocessing.reductions.rebuild_storage_filename`): the receiver maps
   a segment of /dev/shm, which torch_shm_manager removes after its last user;
-* by value (`torch._utils._rebuild_tensor_v2` or v3 over `torch.storage._load_from_bytes`).
+* by value: `torch._utils._rebuild_tensor_v2` or `_v3` makes the tensor from bytes that
+  `torch.storage._load_from_bytes` restores.
 
 Torch's default, passing file descriptors, fails between processes without a common ancestor.
 """

@@ -24,8 +24,8 @@ COMPUTED: Final = "computed"
 
 @dataclass(frozen=True, slots=True)
 class PlacedBox:
-    """A piece: a box of a source, and its place in a target.  If no source is copied to the place,
-    `why` says so, and the box is a box of the target.
+    """A piece: a box of a source, and its place in a target.  If nothing is copied to the place,
+    `why` gives the reason, and the box is a box of the target instead of a source.
 
     target: the number of the target.  name: the name of the source, or "".  start, extent: the box.
     offset, strides: the place, in elements.  `offset` counts from the target's first element.

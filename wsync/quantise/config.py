@@ -142,10 +142,10 @@ class Method:
         """The method of a quantization_config, of a whole config.json that has one (also in
         text_config), or of modelopt's hf_quant_config.json.
 
-        With {"producer": {"name": "slime"}} or {"producer": "slime"}, inside or outside of it,
-        slime's arithmetic is used: FP8 blocks are multiplied by 1 / scale, and INT4 scales follow
-        slime's rule.  With {"transform_ue8m0": True}, inside or outside of it, scales of FP8
-        blocks are powers of two, packed for DeepGEMM's kernels.
+        If the quantization_config or the mapping around it has {"producer": {"name": "slime"}} or
+        {"producer": "slime"}, slime's arithmetic is used: FP8 blocks are multiplied by 1 / scale,
+        and INT4 scales follow slime's rule.  If the quantization_config or the mapping around it
+        has {"transform_ue8m0": True}, scales of FP8 blocks are powers of two, packed for DeepGEMM.
 
         Raises:
             UnsupportedError: a method, a key or a value is not known; the text names it.
@@ -216,7 +216,7 @@ class Method:
         name, shape = weight.name, tuple(weight.shape)
         why = ""
         if len(shape) != 2 and not (len(shape) == 3 and self.form.stacked):
-            why = "only matrices are quantised, and with FP8 blocks also stacked experts"
+            why = "only matrices can be quantised; FP8 blocks also take stacked experts"
         elif self.block_rows == 1 and shape[-1] % self.block_cols:
             why = f"its {shape[-1]} columns are not a multiple of {self.block_cols}"
         if why:

@@ -179,8 +179,8 @@ class Updater:
 
 
 def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options | None) -> Options:
-    """Returns an updater's options.  slime's own calls have no argument for them, so they may come
-    from the environment or `args`.  Weights are quantised with slime's arithmetic."""
+    """Returns an updater's options.  slime's own calls have no argument for options, so the options
+    may come from the environment or `args`.  Weights are quantised with slime's arithmetic."""
     if options is None:
         most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
         chosen: dict[str, Any] = {"bucket_nbytes": most}
@@ -201,7 +201,7 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
 class UpdateWeightFromTensor(Updater):
     """Updates colocated rollout engines from a Megatron model, or from any trainer's layout.
 
-    Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
+    Every trainer rank makes an updater; all ranks call its methods together.  See `Updater` for the
     arguments.  For engines without wsync, `args.update_weight_buffer_size` limits the bytes of a
     round, unless options are given.  An engine whose entry in engine_gpu_offsets is beyond the
     trainer's GPUs is remote, and gets the same rounds as from `UpdateWeightFromDistributed`.
@@ -211,12 +211,13 @@ class UpdateWeightFromTensor(Updater):
 class UpdateWeightFromDistributed(Updater):
     """Updates remote rollout engines over process groups.
 
-    Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
+    Every trainer rank makes an updater; all ranks call its methods together.  See `Updater` for the
     arguments.  If an engine runs wsync's receiver, all trainer ranks send each of its workers what
     that worker keeps.  Other engines get groups and buckets as SGLang takes them, from trainer rank
     0, which broadcasts.  `args.update_weight_buffer_size` limits the bytes of a broadcast, unless
     options are given.  `Options.broadcast` says which engines are of which kind, and whether they
-    know buckets.  Actors that do not report their kind get broadcasts unless it is "wsync".
+    know buckets.  Actors that do not report their kind get broadcasts, unless `Options.broadcast`
+    is "wsync".
     """
 
     def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> Sync:
@@ -227,17 +228,17 @@ class UpdateWeightFromDistributed(Updater):
 class UpdateWeightFromDisk(Updater):
     """Writes checkpoints into a folder that engines and all trainer ranks can reach.
 
-    Every trainer rank makes one, and all ranks call its methods together.  See `Updater` for the
+    Every trainer rank makes an updater; all ranks call its methods together.  See `Updater` for the
     arguments.  It also reads three fields of `args`: `update_weight_disk_dir`, the folder of
     versions; `hf_checkpoint`, the folder whose configuration and tokenizer every version gets; and
     `custom_update_weight_post_write_path`, a function that every rank calls with args, the folder
     and the engines when a version is complete.
 
     This class only writes versions, and replaces a folder of the same name.  slime's RayTrainGroup
-    then makes the engines load the folder weight_v<version>, and removes that unless
+    then makes the engines load the folder weight_v<version>, and removes the folder unless
     `update_weight_disk_keep_files` is given.  `wsync.DiskSync` makes engines load versions itself.
 
-    connect_rollout_engines raises UnsupportedError if there is such a function and the trainer has
+    connect_rollout_engines raises UnsupportedError if that function is given and the trainer has
     several nodes.  The function serves file systems on which each host publishes its own files, but
     here hosts write one file together.
     """
@@ -248,7 +249,7 @@ class UpdateWeightFromDisk(Updater):
         del gpu_offsets
         args = self._args
         if not args.update_weight_disk_dir:
-            raise _core.InvalidArgumentError("update_weight_disk_dir=None: a folder is wanted")
+            raise _core.InvalidArgumentError("update_weight_disk_dir=None: give a folder")
         return DiskSync(
             self._source,
             (),

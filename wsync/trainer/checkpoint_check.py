@@ -237,7 +237,8 @@ def compare(
     Returns:
         Whether there was something to compare with.  This is False if the folder cannot be read,
         has no safetensors files, or is quantised by an unknown method although the trainer's
-        tensors are not quantised.  The log says why, but not for a folder without files.
+        tensors are not quantised.  Unless the folder simply has no safetensors files, the log says
+        why.
 
     Raises:
         LayoutError: the checkpoint lacks delivered tensors, or has other shapes, or other dtypes of

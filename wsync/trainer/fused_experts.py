@@ -2,8 +2,8 @@
 
 Such a tensor of Qwen3.5-MoE has 1 GB in 35B-A3B and 8.6 GB in 397B-A17B.  SGLang's classes (0.5.11
 to 0.5.23, qwen3_5.py) take both kinds of names, `experts.gate_up_proj` and
-`experts.{e}.gate_proj.weight`.  But a fused name changes how SGLang reads the other names of the
-same call, so all layers use the same kind.
+`experts.{e}.gate_proj.weight`.  But one fused name changes how SGLang reads all other names in that
+load_weights call.  So wsync uses one kind of name for all layers.
 """
 
 from __future__ import annotations

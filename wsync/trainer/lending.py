@@ -156,7 +156,7 @@ class Lending:
         if count > (most := most_segments(self._hosts.count(self._host))):
             text = (
                 f"rank {self._rank} has weights in {count} pieces of shared memory, and can lend "
-                f"only {most} (its share of half of `ulimit -Hn`)"
+                f"only {most} (its share of half of `ulimit -Hn` and vm.max_map_count)"
             )
             if self._wholly:
                 raise _core.UnsupportedError(text)

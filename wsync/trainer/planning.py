@@ -42,7 +42,7 @@ Single: TypeAlias = Mapping[int, Sequence[Box]]
 class Planning:
     """One rank's part in planning.  All ranks make one and call its methods together, in order.
 
-    sessions: with this rank's workers, which have connected.
+    sessions: one for each worker that this rank serves; all have connected.
     """
 
     group: TrainerGroup

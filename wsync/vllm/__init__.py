@@ -1,7 +1,7 @@
 """vLLM's side: `--worker-extension-cls wsync.vllm.WorkerExtension`.
 
-vLLM mixes the class into its workers.  Each learns from the model's own load_weights which parts of
-the model it keeps.  `wsync.handle(llm)` calls them through collective_rpc.
+vLLM mixes the class into its workers.  Each worker learns from the model's own load_weights which
+parts of the model it keeps.  `wsync.handle(llm)` calls these workers through vLLM's collective_rpc.
 
 wsync is also a backend of vLLM's own weight transfer (start_weight_update, update_weights,
 finish_weight_update), with `--weight-transfer-config '{"backend": "wsync"}'`; see
@@ -170,9 +170,9 @@ class VllmLoader(ChoosingLoader):
     """Learns from load_weights where tensors go, and runs vLLM's process_weights_after_loading
     after each update.
 
-    If processing changes weights that load_weights has written (packs, quantises or shuffles them),
-    all tensors go through vLLM's own layerwise reload instead; `reason` says why.  Either way, a
-    model's own hook runs once an update.  What the hook makes only once, it does not make again.
+    If process_weights_after_loading packs, quantises or shuffles loaded weights, all tensors go
+    through vLLM's own layerwise reload.  Then `reason` says why.  In both cases, a model's own hook
+    runs once an update.  What the hook makes only once, it does not make again.
 
     A parameter that the trainer does not deliver is refused by name, unless the environment
     variable WSYNC_KEEP of vLLM's workers names it.  For example, "visual.*" suits a trainer of a
@@ -310,8 +310,8 @@ def _made_by_attention(model: torch.nn.Module, path: str) -> bool:
 
 
 def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Finds layers of experts whose weights are packed only when they are processed for the first
-    time; returns paths and methods.
+    """Finds expert layers whose weights vLLM packs only at the first processing.  Returns each
+    layer's path and quantisation method.
 
     vLLM's unquantised mixture-of-experts method asks its kernel to pack them when it makes the
     kernel, but not when it gets weights again (0.32.0 and 0.33.0, vLLM on CPUs).  After vLLM's own

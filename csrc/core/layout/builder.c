@@ -206,14 +206,16 @@ static wsync_status_t check_owner(const wsync_layout_builder_t *builder,
 {
     if (shard->tensor >= builder->names.count) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                          "tensor %u of a shard is not one of the %zu known", shard->tensor,
-                          builder->names.count);
+                          "a shard belongs to tensor %u, but the layout has %zu tensors",
+                          shard->tensor, builder->names.count);
     }
     if (shard->origin >= builder->origins.count) {
-        return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
-                          "%.256s: origin %u is not one of the %zu known",
-                          builder->tensors.items[shard->tensor].name, shard->origin,
-                          builder->origins.count);
+        return wsync_fail(
+            err, WSYNC_ERR_INVALID, 0, "layout",
+            "%.256s: there is no origin (trainer parameter) %u; the layout has "
+            "%zu",
+            builder->tensors.items[shard->tensor].name, shard->origin,
+            builder->origins.count);
     }
     if (shard->rank >= WSYNC_MAX_RANKS || shard->buffer == UINT32_MAX) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",

@@ -80,14 +80,16 @@ static wsync_status_t check_tensor(const wsync_tensor_t *tensor, wsync_error_t *
     const wsync_dtype_t dtype = tensor->dtype;
 
     if (tensor->ndim < 2) {
-        return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: %u dimensions; only matrices are quantised",
-                          tensor->name, tensor->ndim);
+        return wsync_fail(
+            err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
+            "%.256s: it has %u dimensions, but only matrices can be quantised",
+            tensor->name, tensor->ndim);
     }
     if (dtype != WSYNC_DTYPE_FLOAT32 && dtype != WSYNC_DTYPE_BFLOAT16 &&
         dtype != WSYNC_DTYPE_FLOAT16) {
         return wsync_fail(err, WSYNC_ERR_UNSUPPORTED, 0, "quantise",
-                          "%.256s: %s; only float32, bfloat16 and float16 are quantised",
+                          "%.256s: its dtype is %s, but only float32, bfloat16 and float16 "
+                          "can be quantised",
                           tensor->name, wsync_dtype_name(dtype));
     }
     return WSYNC_OK;

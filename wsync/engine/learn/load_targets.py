@@ -1,4 +1,4 @@
-"""The tensors of a module that load_weights may write to."""
+"""Finds out which of a module's tensors load_weights may write to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CACHE_NBYTES: Final = 16 << 20  # a plain attribute with more bytes is taken fo
 
 
 def has_changed(module: str, change: str) -> StateError:
-    return StateError(f"{module} {CHANGED}: {change}; the next update learns it anew")
+    return StateError(f"{module} {CHANGED}: {change}; the next attempt learns it anew")
 
 
 class TensorTarget(NamedTuple):

@@ -67,8 +67,8 @@ class RecordedLoader(ChoosingLoader):
     place, the last one stays there.
 
     ignore: shell patterns ("visual.*") for the paths of parameters that the trainer does not have,
-    or has only in part.  What it lacks stays as it is.  The environment variable WSYNC_KEEP adds
-    patterns, separated by commas, for engines that make their loader themselves.
+    or has only in part.  What the trainer lacks stays as it is.  The environment variable
+    WSYNC_KEEP adds patterns, separated by commas, for engines that make their loader themselves.
     needed: whether the trainer is asked only for the elements that the module keeps, and not for
     whole tensors.
     after: is called with the module when everything is loaded.  StateError if it changes a tensor's
@@ -196,7 +196,9 @@ class RecordedLoader(ChoosingLoader):
             if not self.stays(path)
         ]
         if missing:
-            instead = f", and load_weights uses none of {listed(unused)}" if unused else ""
+            instead = (
+                f", and load_weights uses none of the delivered {listed(unused)}" if unused else ""
+            )
             raise MissingError(
                 f"{type(self._module).__name__}: the trainer delivers nothing for "
                 f"{listed(missing)}{instead}; if these parameters may stay as they are, list "
@@ -233,7 +235,7 @@ class RecordedLoader(ChoosingLoader):
 
     @property
     def own_loading(self) -> str:
-        """Says which tensors load_weights itself loads, and why; "" for none."""
+        """Says which tensors load_weights itself loads, and why.  Returns "" if there are none."""
         if self.learnt is None:
             return self.reason and f"all tensors: {self.reason}"
         computed = self.computed()

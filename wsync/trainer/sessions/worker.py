@@ -325,7 +325,7 @@ class RemoteSession(WorkerSession):
         """Does nothing: the worker has a ring of its own."""
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
-        """Sends the plan; the worker has a ring of its own."""
+        """Sends the plan.  Attaches no ring, because the worker has its own."""
         self.rounds = WorkerRounds(plan, self.worker)
         self.manifest = self.rounds.manifest
         self.exporter.tell_plan(self.remote_plan.to_bytes(), timeout, check)
