@@ -89,7 +89,10 @@ def test_a_machine_without_the_library_is_told_so() -> None:
         ({"OLD": "1"}, "older than CUDA 12.0: it has no cuGetProcAddress_v2"),
         ({"STUB": "1"}, "(34): this is the toolkit's stub library"),
         ({"VERSION": "11080"}, "the driver speaks CUDA 11.8, wsync needs 12.0 or later"),
-        ({"MISSING": '"cuMemCreate"'}, "the driver (CUDA 12.8) has no cuMemCreate, which CUDA 10.2 has"),
+        (
+            {"MISSING": '"cuMemCreate"'},
+            "the driver (CUDA 12.8) has no cuMemCreate, which CUDA 10.2 has",
+        ),
         ({"RESULT": "34"}, "cuInit: in its words (34): this is the toolkit's stub library"),
         ({"RESULT": "100"}, "cuInit: in its words (100): no GPU is visible"),
         ({"RESULT": "3"}, "cuInit: in its words (3): this process was forked after CUDA was"),

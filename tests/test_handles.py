@@ -648,8 +648,8 @@ def test_an_engine_that_drafts_with_its_models_own_layers_takes_buckets(
 @pytest.mark.parametrize(
     ("started", "delivery", "text"),
     [
-        (OTHER, "auto", "/head: updates do not change this"),
-        (OWN_LAYERS, "wsync", "layers of its model: updates do not change this"),
+        (OTHER, "auto", "/head, which updates do not change"),
+        (OWN_LAYERS, "wsync", "layers of its model, which updates do not change"),
         (OWN_LAYERS, "auto", ""),  # buckets reach them
     ],
 )

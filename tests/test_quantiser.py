@@ -231,7 +231,11 @@ def test_each_of_stacked_matrices_has_blocks_of_its_own() -> None:
     [
         ([rule("int4", "x")], _core.InvalidArgumentError, "x is to be quantised, but no rank"),
         ([rule("int4", "norm")], _core.UnsupportedError, "norm: it has 1 dimensions"),
-        ([rule("int4", "ids")], _core.UnsupportedError, "ids: its dtype is int64, but only float32"),
+        (
+            [rule("int4", "ids")],
+            _core.UnsupportedError,
+            "ids: its dtype is int64, but only float32",
+        ),
         ([rule("int4", "odd")], _core.UnsupportedError, "odd: rank 0 has columns 0 to 12 of 32"),
         (
             [rule("nvfp4", "stack")],

@@ -138,7 +138,9 @@ def test_what_a_users_function_raises_is_the_updates_error(tmp_path: Path, anew:
 
 def test_a_folder_of_versions_is_wanted(tmp_path: Path) -> None:
     told = updater(arguments(tmp_path, update_weight_disk_dir=None), {"w": torch.ones(3)})
-    with pytest.raises(wsync.InvalidArgumentError, match="update_weight_disk_dir=None: a folder"):
+    with pytest.raises(
+        wsync.InvalidArgumentError, match="update_weight_disk_dir=None: give a folder"
+    ):
         told.connect_rollout_engines([], None)
 
 

@@ -275,7 +275,7 @@ class Device:
     name: Final[str]
     """"host" or "cuda"."""
     uuid: Final[str]
-    """"GPU-..."; "" for the host."""
+    """"GPU-...".  The host has ""."""
     ordinal: Final[int]
     """The GPU's number in this process; -1: the host."""
     def memory_available(self) -> int:

@@ -82,7 +82,7 @@ class GroupExchange:
         stream.synchronize(self._group.timeout, self._check)
 
     def check(self) -> None:
-        """Raises nothing: a failed round raises its error in the wait for it."""
+        """Raises nothing, because a failed round raises its error in the wait for it."""
 
     def park(self) -> None:
         """Frees the staging until rounds need it again.  No round may be under way."""

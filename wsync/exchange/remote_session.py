@@ -49,7 +49,8 @@ class RemoteExporter:
         return self._channel.wait((Frame.BLOB,), deadline.left, check)[1]
 
     def attach(self, ring: _core.Memory, manifest: bytes, timeout: float, check: Check) -> None:
-        """Sends the list of the model's tensors; the worker has a ring of its own."""
+        """Sends the list of the model's tensors.  Attaches no ring, because the worker has its
+        own."""
         self._peer.send(Frame.MODEL, manifest, timeout, check)
 
     def tell_plan(self, plan: bytes, timeout: float, check: Check) -> None:
@@ -63,7 +64,7 @@ class RemoteExporter:
     def acquire(
         self, wait_round: int, stream: _core.Stream | None, timeout: float, check: Check
     ) -> None:
-        """Does not wait: the worker frees its own slots."""
+        """Does not wait, because the worker frees its own slots."""
         self._peer.look()
 
     def look(self) -> None:
@@ -130,7 +131,7 @@ class RemoteImporter:
 
     @property
     def bound(self) -> None:
-        """None: memory cannot be lent to another host."""
+        """This is always None, because memory cannot be lent to another host."""
         return
 
     def begin(self, timeout: float, check: Check = bool) -> tuple[int, int]:

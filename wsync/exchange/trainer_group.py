@@ -47,8 +47,8 @@ _T = TypeVar("_T")
 class TrainerGroup:
     """All ranks of a trainer, with a gloo communicator of their own.
 
-    Every rank makes one at the same time.  Without an initialised process group, or if the group
-    has a single rank, nothing is communicated.
+    Every rank makes a group at the same time.  Without an initialised process group, or if the
+    group has a single rank, nothing is communicated.
 
     `name` is hex, new each time, and the same on all ranks.  `hosts` identifies each rank's host.
     `collectives` is None if nothing is communicated.
@@ -59,7 +59,7 @@ class TrainerGroup:
         meeting: a name that all ranks know; only ranks that give the same name meet.
 
     Raises:
-        DeadlineError: not all ranks made one; the text says which did not.
+        DeadlineError: not all ranks made a group; the text names the ranks that did not.
         PeerClosedError: a rank has ended since.  An error that a rank has published is raised, too.
     """
 
@@ -182,7 +182,7 @@ class TrainerGroup:
         return error if (type(error), str(error)) == (type(first), str(first)) else first
 
     def _look(self) -> str:
-        """Returns the published error, or ""; called in the store's thread."""
+        """Returns the published error; "" if there is none.  Called in the store's thread."""
         published: str = self._store.get("error").decode() if self._store.check(["error"]) else ""
         return published
 
@@ -190,7 +190,8 @@ class TrainerGroup:
         return _result(self._thread.submit(self._look), self.timeout)
 
     def _ended(self) -> str:
-        """Says which rank on this host has ended, or ""; called after a connection has broken."""
+        """Says which rank on this host has ended; "" if none has.  Called after a connection has
+        broken."""
         deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets a little before it ends
         while deadline.left:
             for rank, (host, pid) in enumerate(zip(self.hosts, self._pids, strict=True)):
@@ -258,9 +259,9 @@ def together(make: Callable[[], _T], *, timeout: float) -> _T:
 def _meet(store: Any, rank: int, size: int, timeout: float) -> str:
     """Waits until all ranks have come; returns a name that no other meeting has.
 
-    Each rank leaves a word under its number.  Rank 0 answers it once all have come or time is over.
-    So ranks that have left different numbers of meetings still find each other, and no rank asks
-    twice.
+    Each rank leaves a word under its number.  Rank 0 answers these words once all ranks have come
+    or time is over.  So ranks that have left different numbers of meetings still find each other,
+    and no rank asks twice.
     """
     if rank != 0:
         return _come(store, rank, timeout)

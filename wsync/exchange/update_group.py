@@ -120,13 +120,13 @@ class Rendezvous:
 
 
 class UpdateGroup(Collectives):
-    """A member of such a group.
+    """A member of a process group that was made in SGLang's way.
 
     Args:
         place: where the members meet.
         timeout: seconds that a collective may take.
         meeting: seconds that the meeting may take.
-        device: the device from which it sends, as `device_of` gives it.
+        device: the device from which the member sends, as `device_of` gives it.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class UpdateGroup(Collectives):
         """Sends contiguous tensors from rank 0; on other ranks of a gloo group, receives them into
         `tensors`.
 
-        They travel as bytes, because gloo and NCCL do not broadcast every dtype.
+        Tensors travel as bytes, because gloo and NCCL do not broadcast every dtype.
 
         Raises:
-            DeadlineError: it took longer than the group's timeout.
+            DeadlineError: the broadcast took longer than the group's timeout.
             PeerClosedError: a member is gone.
         """
         held = [flat_bytes(tensor).to(self._device) for tensor in tensors]

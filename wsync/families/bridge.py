@@ -48,7 +48,8 @@ def _of(registry: Any, name: str) -> Any:
 def _convert(
     registry: Any, finish: Callable[..., Any], module: Module, name: str, tensor: Tensor
 ) -> list[tuple[str, Tensor]]:
-    """finish: the bridge's last step of an export (maybe_modify_converted_hf_weight)."""
+    """Converts a whole parameter.  finish: the bridge's last step of an export
+    (maybe_modify_converted_hf_weight)."""
     mapping = _of(registry, name)
     found = mapping.megatron_to_hf(tensor, module)
     if ".experts." in name:  # finish would stack them

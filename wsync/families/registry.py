@@ -92,7 +92,8 @@ class Family:
         return None
 
     def copy_of(self, name: str) -> str | None:
-        """The checkpoint's name of a parameter, if the checkpoint holds it unchanged, or None."""
+        """The checkpoint's name of a parameter.  This is None if the checkpoint does not hold the
+        parameter unchanged."""
         for beginning, other in self.copied.items():
             if (match := re.match(beginning, name)) is not None:
                 return other + name[match.end() :]
@@ -402,7 +403,8 @@ def register(
             tensors of a set in one call.
         settings: fields of Megatron's TransformerConfig and the values for which the rules hold,
             for example {"layernorm_zero_centered_gamma": False}.  `wsync.megatron.layout` compares
-            them with every layer's configuration, and refuses a field that it lacks.
+            these fields with every layer's configuration, and refuses a field that a layer's
+            configuration lacks.
 
     Raises:
         InvalidArgumentError: wsync has a family of this name, or a loader is not known.
@@ -420,7 +422,7 @@ def register(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Lists the model families that wsync knows for Megatron-Core trainers, by model_type.  The
-    second column names the programs that they were compared with, bit for bit."""
+    second column names the programs that a family was compared with, bit for bit."""
     argparse.ArgumentParser("wsync families", description=main.__doc__).parse_args(argv)
     width = max(map(len, FAMILIES))
     print(f"{'family':<{width}}  compared with\n")

@@ -453,12 +453,13 @@ class Rule:
         self.counted = sorted(numbers & _COUNTS.keys() & wanted - self.parsed.sizes.keys())
 
     def match(self, name: str) -> dict[str, int] | None:
-        """The numbers that a global parameter name holds, or None."""
+        """The numbers that a global parameter name holds; None if the rule does not match it."""
         match = next((m for each in self._patterns if (m := each.fullmatch(name))), None)
         return None if match is None else {k: int(v) for k, v in match.groupdict().items()}
 
     def inferred(self, sizes: Mapping[str, int], extent: int) -> int | None:
-        """The size of the inferred axis that gives its dimension this extent, or None."""
+        """The size of the inferred axis that gives its dimension this extent; None if no size
+        does."""
         empty, unit = (self.expand(sizes, n).shape[self.inferred_dimension] for n in (0, 1))
         found, rest = divmod(extent - empty, max(1, unit - empty))
         return found if rest == 0 and found >= 0 else None

@@ -95,7 +95,7 @@ _ONE_BY_ONE: Final = {
 class RuntimeNames:
     """Maps from run-time parameters to the tensors of checkpoints, which engines know.
 
-    kind: a model_type of RUNTIME, or another text for no rules.
+    kind: a model_type of RUNTIME.  For any other text, there are no rules.
     """
 
     def __init__(self, kind: str, sizes: Mapping[str, int]) -> None:
@@ -105,7 +105,7 @@ class RuntimeNames:
 
     @classmethod
     def of_config(cls, config: Any, names: Iterable[str] = ()) -> RuntimeNames:
-        """The rules for a Hugging Face configuration, or no rules for None.
+        """The rules for a Hugging Face configuration.  For None, there are no rules.
 
         Raises UnsupportedError if `names` has fused experts for which there are no rules.
         """
@@ -183,7 +183,7 @@ class RuntimeNames:
 
 
 def _kind_of(shapes: Mapping[str, Sequence[int]]) -> str:
-    """The model_type of RUNTIME that these tensors show, or ""."""
+    """The model_type of RUNTIME that these tensors show; "" if they show none."""
     if "model.visual.merger.ln_q.weight" in shapes:
         return "qwen2_vl"
     if any(name.startswith("model.visual.deepstack_merger_list.") for name in shapes):

@@ -8,7 +8,7 @@ Names are paths in the module tree without wrappers: Hugging Face's own names.  
 transformers fuses at run time get their names from the rules of `wsync.families.RUNTIME`.
 
 Replicas (a `Replicate` placement, a plain tensor) are the same boxes on several ranks.  `Partial`
-placements are refused: their values are terms of a sum.
+placements are refused, because their values are terms of a sum.
 
 Formats: `torch.distributed.tensor` and `torch.distributed.fsdp` of torch 2.10 to 2.13, and
 Megatron-FSDP's DTensors.  Only the tensors of Megatron-FSDP's state_dict() tell its uneven cuts.

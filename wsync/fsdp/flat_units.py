@@ -110,8 +110,8 @@ def saved_dtypes(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_inside(module: Any, units: Sequence[FlatUnit]) -> None:
-    """Raises LayoutError if a parameter is flattened into a unit around the module: the flat
-    parameter cannot be reached from the module."""
+    """Raises LayoutError if a parameter is flattened into a unit around the module, because the
+    flat parameter cannot be reached from the module."""
     known = {id(tensor) for unit in units for tensor in unit.tensors()}
     for path, part in module.named_modules():
         views = {key: getattr(value, "_base", None) for key, value in vars(part).items()}

@@ -68,8 +68,8 @@ def of_module(module: Any, tied: bool) -> Callable[[], list[Part]]:
 
 
 def _check_tied(known: Mapping[str, Any]) -> None:
-    """Raises LayoutError if a tied head equals none of the other tensors: wsync would not deliver
-    its values."""
+    """Raises LayoutError if a tied head equals none of the other tensors, because wsync would not
+    deliver the head's values."""
     head = known[TIED]
     others = (tensor for name, tensor in known.items() if name != TIED)
     if not any(other is head or _same(other, head) for other in others):

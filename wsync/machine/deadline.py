@@ -52,7 +52,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds until then, or 0 afterwards."""
+        """The seconds until the deadline; 0 after it."""
         return max(self._end - time.monotonic(), 0.0)
 
     def check(self, late: str) -> None:

@@ -30,12 +30,13 @@ _TORCH_SECONDS: Final = 120.0  # for torch's work, unless the caller says otherw
 
 
 def of(table: _core.TensorTable) -> str:
-    """Returns the UUID of the GPU that holds some of the tensors, or "" if the host holds all."""
+    """Returns the UUID of the GPU that holds some of the tensors.  If the host holds all, returns
+    ""."""
     return "" if table.gpu is None else uuid(table.gpu)
 
 
 def wanted() -> str:
-    """Returns the UUID of the GPU that serves weights in host memory, or "" for none.
+    """Returns the UUID of the GPU that serves weights in host memory.  If none does, returns "".
 
     Raises:
         InvalidArgumentError: WSYNC_DEVICE names no GPU.
@@ -122,7 +123,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def of_module(module: torch.nn.Module) -> str:
-    """Returns the UUID of the GPU of a module's parameters and buffers, or "" for the host."""
+    """Returns the UUID of the GPU of a module's parameters and buffers.  If they are on the host,
+    returns ""."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     ordinals = {t.device.index for t in tensors if t.device.type == "cuda"}
     if len(ordinals) > 1:

@@ -74,7 +74,8 @@ def _pool() -> Any:
 
 @functools.cache
 def _allocator() -> Any:
-    """Makes wsync's allocator.  It is kept: torch frees memory with it after its pool has ended."""
+    """Makes wsync's allocator.  The allocator is kept, because torch frees memory with it after its
+    pool has ended."""
     functions = "wsync_exportable_alloc", "wsync_exportable_free"
     return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, *functions)
 

@@ -12,7 +12,7 @@ class Owner:
         self._pid = os.getpid()
 
     def __bool__(self) -> bool:
-        """Whether this is that process, and not a fork of it."""
+        """Whether this process made the object, and is not a fork of the process that did."""
         return os.getpid() == self._pid
 
     def check(self, what: str) -> None:

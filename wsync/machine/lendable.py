@@ -157,9 +157,9 @@ def _file_of(facts: os.stat_result) -> File:
 
 
 def place_of(gpu: str, *, mps: bool) -> str:
-    """Names the place in which memory of a GPU can be lent, or "" for host memory.  It consists of
-    the GPU's UUID, the PID namespace, and whether the process is a client of MPS.  A process in
-    another place cannot open the IPC handle of an allocation."""
+    """Names the place in which memory of a GPU can be lent.  If `gpu` is "", returns "".  The name
+    consists of the GPU's UUID, the PID namespace, and whether the process is a client of MPS.  A
+    process in another place cannot open the IPC handle of an allocation."""
     return gpu and f"{gpu}@{os.stat('/proc/self/ns/pid').st_ino}{'@mps' * mps}"
 
 
@@ -179,8 +179,8 @@ class GpuAllocations:
         return self._found
 
     def find(self, spans: Sequence[tuple[int, int]]) -> list[LentPlace | None]:
-        """Finds the place of each span (address, bytes) of the buffers.  It is None for an empty
-        span, and for one that no other process can map."""
+        """Finds the place of each span (address, bytes) of the buffers.  If a span is empty, or if
+        no other process can map it, its place is None."""
         starts = [allocation[0] for allocation in self._found]
         covers = [_cover(span, self._found, starts) for span in spans]
         homes = self._segments(covers)

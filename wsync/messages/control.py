@@ -53,11 +53,11 @@ trainer lends.  Next, separated by commas, come the number of segments that it m
 NOTHING: Final = ""
 BEGIN: Final = "begin"
 ROUNDS: Final = "rounds"
-"""What of an update comes before its opening message: its begin, with the memory that the trainer
-lends for it; or its rounds, too."""
+"""What a session sends of an update before the opening message: its begin, with the memory that the
+trainer lends; or the begin and the rounds."""
 
 CHANGED: Final = "has changed since wsync learnt what its load_weights does"
-"""Part of a worker's error, in an update that a second attempt delivers: that one learns anew."""
+"""This part of a worker's error shows that a second attempt may succeed, because it learns anew."""
 
 PROTOCOL: Final = 2
 
@@ -68,7 +68,7 @@ class Learnt:
     blob.
 
     blob: the request; a layout, WHOLE or PIECES.  own_loading: the tensors that go through the
-    engine's own load_weights, and why; "" for none.
+    engine's own load_weights, and why; "" if there are none.
     """
 
     blob: bytes

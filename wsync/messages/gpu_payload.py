@@ -156,7 +156,7 @@ class GpuRing:
         """Waits until every consumer has released these bytes.
 
         Raises:
-            DeadlineError: a consumer has not; close this ring, and make another one.
+            DeadlineError: a consumer has not released them; close this ring, and make another one.
         """
         deadline = Deadline(timeout)
         while self.held(offset, nbytes):

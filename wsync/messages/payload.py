@@ -222,8 +222,8 @@ def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
 
 def control(*data: bytes) -> bytes:
     """Makes a payload with nothing but `data`, which has one message for each pipeline stage: uint8
-    tensors by value, under the name wsync.messages.control.TENSOR_NAME.  For the load_format that
-    names wsync's loader."""
+    tensors by value, under the name wsync.messages.control.TENSOR_NAME.  It goes with the
+    load_format that names wsync's loader."""
     tensors = [torch.tensor([*each], dtype=torch.uint8, device="cpu") for each in data]
     return named_tensors([(TENSOR_NAME, tensor) for tensor in tensors])
 

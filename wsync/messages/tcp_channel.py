@@ -112,8 +112,8 @@ class Channel:
         """Sends a frame.
 
         Raises:
-            DeadlineError: the other side did not take it in time.
-            PeerClosedError: it is gone.
+            DeadlineError: the other side did not take the frame in time.
+            PeerClosedError: the other side is gone.
             StateError: an earlier frame was sent only in part.
         """
         if self._torn:
@@ -158,7 +158,8 @@ class Channel:
             self._pause(select.POLLIN, deadline, check, f"did not send {names}")
 
     def look(self) -> None:
-        """Raises the other side's error, or says that it is gone; waits for nothing."""
+        """If the other side has failed or is gone, raises an error that says so.  Waits for
+        nothing."""
         self._read()
         for kind, content in self._frames:
             if kind == Frame.FAILED:

@@ -17,7 +17,8 @@ JOINED: Final = (
 
 
 def group_of(name: str, together: Sequence[Sequence[str]]) -> int:
-    """Returns a tensor's keep-together group, 0 for none; it is the same number on every rank.
+    """Returns the number of a tensor's keep-together group, which is the same on every rank.  If
+    the tensor is in no group, returns 0.
 
     All tensors of the listed modules in one parent, weights and scales, are one group.
     """
@@ -67,8 +68,8 @@ def weight_of(name: str, dtype: str) -> str:
 
 
 def group_of_parts(name: str, dtype: str) -> int:
-    """Returns the keep-together group of one weight's codes and scales, 0 for other tensors.  It
-    depends only on the tensor, so ranks that hold different tensors agree."""
+    """Returns the keep-together group of one weight's codes and scales.  For other tensors, returns
+    0.  The group depends only on the tensor, so ranks that hold different tensors agree."""
     weight = weight_of(name, dtype)
     return group_of_weight(weight) if weight else 0
 
@@ -106,7 +107,8 @@ def listed(names: Iterable[str]) -> str:
 
 
 def unfused(names: Iterable[str]) -> str:
-    """Returns advice for the end of a message about names that an engine does not know, or ""."""
+    """Returns advice for the end of a message about names that an engine does not know; "" if there
+    is none."""
     if any(name.endswith(FUSED) for name in names):
         return "; wsync.fsdp.layout(model) gives fused experts the names that checkpoints have"
     return ""

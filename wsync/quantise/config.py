@@ -96,7 +96,8 @@ class _Form(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """The tensors that replace a quantised weight; second: a second scale; shape: the weight's."""
+    """The tensors that replace a quantised weight.  second: a second scale.  shape: holds the
+    weight's shape."""
 
     codes: TensorFacts
     scales: TensorFacts
@@ -223,7 +224,7 @@ class Method:
             raise _core.UnsupportedError(f"{name} {shape}: {self.kind}: {why}")
 
     def keeps(self, name: str) -> str:
-        """The entry of the lists that keeps a tensor plain, or ""."""
+        """The entry of the lists that keeps a tensor plain; "" if none does."""
         return self._kept.find(name)
 
     def targeted(self, name: str) -> bool:
@@ -268,7 +269,7 @@ class Modules:
                 self._names.setdefault(entry.rstrip("."), entry)
 
     def find(self, name: str) -> str:
-        """The entry that matches a tensor, or ""."""
+        """The entry that matches a tensor; "" if none does."""
         module = module_of(name)
         parts = module.split(".") if self._names else []
         for first in range(len(parts)):
@@ -283,7 +284,7 @@ def _refusal(key: str, value: object, known: str) -> _core.UnsupportedError:
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization_config in a config.json, or None."""
+    """The quantization_config in a config.json; None if it has none."""
     for part in (config, config.get("text_config")):
         found = part.get("quantization_config") if isinstance(part, Mapping) else None
         if isinstance(found, Mapping) and found:
@@ -323,7 +324,8 @@ def _check_known(config: Mapping[str, Any], known: _Known, where: str = "") -> N
 
 
 def _mapping(where: str, value: Any) -> Mapping[str, Any]:
-    """A value of a configuration that must be a mapping; an empty one for None."""
+    """Returns a value of a configuration that must be a mapping.  None stands for an empty
+    mapping."""
     if not isinstance(value or {}, Mapping):
         raise _refusal(where, value, "it must be a mapping")
     return value or {}

@@ -113,8 +113,8 @@ def _chosen(
 
 
 def _check_fused(method: Method, facts: Iterable[TensorFacts]) -> None:
-    """Raises UnsupportedError if one parameter holds several experts: without a checkpoint, wsync
-    knows neither its dimensions nor whether engines take it quantised."""
+    """Raises UnsupportedError if one parameter holds several experts, because without a checkpoint
+    wsync knows neither its dimensions nor whether engines take it quantised."""
     for fact in facts:
         fused = len(fact.shape) == 3 and not fact.name.endswith(".weight")
         if fused and "experts" in fact.name.split(".") and not method.keeps(fact.name):

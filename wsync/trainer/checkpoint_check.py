@@ -132,10 +132,10 @@ class EngineCheck:
         if unseen and self._folder != "":
             _log.warning(
                 "names, shapes and dtypes are not compared for engines %s, because this host has "
-                "no checkpoint of theirs that wsync can read: they ignore names that they do not "
-                "know, keep tensors that are not delivered, and convert weights to the form that "
-                "they hold, all without a message (Options(checkpoint=DIR) names the folder that "
-                "they were started from)",
+                "no checkpoint of theirs that wsync can read; without a message, these engines "
+                "ignore names that they do not know, keep tensors that are not delivered, and "
+                "convert weights to the form that they hold (Options(checkpoint=DIR) names the "
+                "folder that they were started from)",
                 ", ".join(unseen),
             )
         return [] if self._folder == "" else unseen
@@ -188,7 +188,7 @@ class EngineCheck:
         if held not in ("", self._sent) and not taken:
             raise _core.InvalidArgumentError(
                 f"engine {name}: its weights are {held}, by {source}, but what is delivered is "
-                f"{self._sent}: the engine would convert it without a message "
+                f"{self._sent}, which the engine would convert without a message "
                 "(Options(quantise='checkpoint') delivers weights as the checkpoint has them; "
                 "Options(checkpoint=DIR) names the folder that the engine was started from, if "
                 "another folder has its path here)"
@@ -426,7 +426,7 @@ def check_elements(facts: Iterable[TensorFacts]) -> None:
 
 def check_room(tensors: Iterable[TensorFacts], folder: str) -> None:
     """Raises LayoutError if tensors are larger than in the checkpoint that an engine was started
-    from: the engine's loaders may cut them off."""
+    from, because the engine's loaders may cut off the rest."""
     places: Mapping[str, Stored] = {}
     with contextlib.suppress(_core.WsyncError):
         places = places_of(folder) or {}
@@ -440,8 +440,8 @@ def check_room(tensors: Iterable[TensorFacts], folder: str) -> None:
 
 
 def check_scales(model: _core.Layout) -> None:
-    """Raises LayoutError if ranks hold codes and no rank holds their scales: an engine would read
-    these codes with other scales, or with none."""
+    """Raises LayoutError if ranks hold codes and no rank holds their scales, because an engine
+    would read these codes with other scales, or with none."""
     missing = without_scales((each.name, each.dtype) for each in facts_of(model))
     if missing:
         raise _core.LayoutError(f"{listed(missing)}: the trainer delivers codes, but no scales")
@@ -460,7 +460,7 @@ def _is_part(each: TensorFacts) -> bool:
 
 
 def places_of(folder: str | os.PathLike[str]) -> Mapping[str, Stored] | None:
-    """The tensors of a checkpoint; None for a folder without safetensors files.
+    """The tensors of a checkpoint.  This is None if the folder has no safetensors files.
 
     Raises SystemCallError or LayoutError if the checkpoint cannot be read.
     """

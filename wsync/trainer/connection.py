@@ -43,13 +43,14 @@ class Connection:
 
     Args:
         engines: the handles, on rank 0.
-        gpu: the UUID of the GPU of this rank's weights, "" for the host.
+        gpu: the UUID of the GPU of this rank's weights; "" if they are on the host.
         lending: the memory that workers on the ranks' hosts can read in place; its `pattern` does
             not change while this connection is used.
 
     Attributes:
         plan: the plan of all that is delivered; None until the workers have said what they keep.
-        reading: the workers that read lent memory in place; True if they also get rounds.
+        reading: by number of each worker that reads lent memory in place: whether it also gets
+        rounds.
         staged: whether engines take all rounds of further updates before they pause.
     """
 
@@ -122,17 +123,18 @@ class Connection:
 
     @property
     def ahead(self) -> str:
-        """What of an update comes to workers before its opening requests, except in the first."""
+        """What workers get of an update before its opening requests, except in the first update."""
         if self.staged:
             return ROUNDS
         return BEGIN if self.reading and not self._roster.taking(Delivery.REMOTE) else NOTHING
 
     @property
     def packs_ahead(self) -> bool:
-        """Whether an update may begin before its engines have paused.  This needs a plan, and
-        workers that begin then, too.  Otherwise no worker may read in place, because it must be
-        told addresses first, and no remote worker may take part in an NCCL exchange, which would
-        wait for it."""
+        """Whether an update may begin before its engines have paused.  This needs a plan.  If
+        workers begin before the pause, too (see `ahead`), the update may.  Otherwise it may not if
+        a worker reads in place, because that worker must be told addresses first.  It also may not
+        if a remote worker takes part in an NCCL exchange, because the exchange would wait for that
+        worker."""
         if self.plan is None:
             return False
         if self.ahead or self.reading:

@@ -58,7 +58,7 @@ class Planning:
 
         Args:
             blobs: what this rank's workers keep, by number; equal layouts are sent only once.
-            source: the UUID of the GPU of this rank's weights, "" for the host.
+            source: the UUID of the GPU of this rank's weights; "" if they are on the host.
             more: further facts that this rank tells.
         """
         texts = list(dict.fromkeys(blobs.values()))
@@ -202,8 +202,8 @@ class Planning:
         return plan
 
     def _device(self, used: list[list[str]]) -> str:
-        """The UUID of the GPU that this rank uses, "" for the host.  used: by rank, the devices of
-        its weights and workers.
+        """The UUID of the GPU that this rank uses; "" if it uses the host.  used: by rank, the
+        devices of its weights and workers.
 
         Raises:
             InvalidArgumentError: one update cannot use these devices together.
@@ -290,7 +290,8 @@ class Planning:
         return 0 if device.ordinal < 0 or limited else _GPU_ROUND_NBYTES
 
     def _agree(self, plan: _core.Plan, missing: str) -> str:
-        """Compares all ranks' plans; returns the first rank's error text about memory, or ""."""
+        """Compares all ranks' plans.  Returns the error text of the first rank that lacks memory;
+        "" if none does."""
         mine = [f"{plan.fingerprint:016x}", missing]
         prints, lacks = zip(*self.group.gather_json(mine), strict=True)
         if len(set(prints)) > 1:

@@ -95,7 +95,7 @@ class RolloutEngine:
         receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
         if draft := other_draft(started) or ("layers of its model" if drafts and receives else ""):
             _log.warning(
-                "engine %s drafts tokens with %s: updates do not change this", engine.name, draft
+                "engine %s drafts tokens with %s, which updates do not change", engine.name, draft
             )
         return RolloutEngine(engine.name, workers, delivery, gpu)
 
@@ -130,7 +130,7 @@ def _obstacle(
     if started.get("enable_dp_attention_local_control_broadcast"):  # or SGLANG_RUST_SERVER
         return (
             "enable_dp_attention_local_control_broadcast: its data-parallel groups would wait for "
-            "each other in an update, each in another step: start it without"
+            "each other in an update, each in another step; start the server without it"
         )
     if delivery is Delivery.STOCK and (hosts != 1 or (gpu is None and is_elsewhere(engine.name))):
         where = f"nnodes {hosts}: workers are" if hosts != 1 else "it is"

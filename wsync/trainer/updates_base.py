@@ -111,7 +111,7 @@ class Updates(abc.ABC):
 
     def _same_call(self, **arguments: object) -> None:
         """Raises InvalidArgumentError if ranks make different objects at the same time, or differ
-        in arguments or options that must be the same on all ranks: they would not meet."""
+        in arguments or options that must be the same on all ranks, because they would not meet."""
         arguments |= {name: getattr(self.options, name) for name in _SHARED_OPTIONS}
         mine = f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})"
         said = self._group.gather_json(mine)
@@ -142,7 +142,7 @@ class Updates(abc.ABC):
 
     @property
     def reached(self) -> str:
-        """The same as one text; "" without engines."""
+        """`ways` as one text; "" if there are no engines."""
         return "; ".join(f"{', '.join(names)} by {way}" for way, names in self.ways.items())
 
     @abc.abstractmethod
@@ -171,7 +171,8 @@ class Updates(abc.ABC):
         """Merges what all ranks deliver into one layout.
 
         Raises InvalidArgumentError if this rank's layout was made for another rank or another
-        number of ranks, or if no rank has an element: an update would send wrong bytes or none."""
+        number of ranks, or if no rank has an element, because an update would send wrong bytes or
+        none."""
         source, rank, size = self._source, self._group.rank, self._group.size
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
@@ -254,8 +255,9 @@ class Updates(abc.ABC):
                 self._log_update(report)
 
     def _agree(self, version: object, given: bool | None) -> str:
-        """The version of an update, the same on all ranks.  If a rank gives none, it is one more
-        than the last version of any rank: some rank may have missed the end of the last update.
+        """The version of an update, the same on all ranks.  If a rank gives none, the version is
+        one more than the last version of any rank, because some rank may have missed the end of the
+        last update.
 
         given: whether the caller gave weights on this rank; None if this rank has no parameters.
 
@@ -305,15 +307,15 @@ class Updates(abc.ABC):
             _log.warning("wsync: %s", text)
 
     def _use_up_version(self) -> None:
-        """Marks the version as used, because engines know it or are about to: no later update may
+        """Marks the version as used, because engines know it or are about to.  No later update may
         use it again."""
         self.version = self._next_version
 
     def _renew(self) -> None:
         """Makes a new group after a failure, because a collective of the old group may be stuck.
         The failure may have happened on another rank only, at the very end of an update.  Only
-        ranks of this connection meet in the new group: another connection of the same ranks may
-        renew its group at the same time."""
+        ranks of this connection meet in the new group, because another connection of the same ranks
+        may renew its group at the same time."""
         if not self._group.begin():
             self._group.close()
             self._abandon(_core.RemoteError("another trainer rank has given up the connection"))

@@ -56,8 +56,9 @@ def register() -> None:
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get.  They do not raise: after an exception, vLLM's executor
-    leaves the other workers' answers in its queues.  Only the last worker of an engine may raise.
+    """Methods that vLLM's workers get.  They do not raise, because after an exception vLLM's
+    executor leaves the other workers' answers in its queues.  Only the last worker of an engine may
+    raise.
 
     >>> llm = LLM("DIR", worker_extension_cls="wsync.vllm.WorkerExtension")
     >>> with wsync.connect(weights, engines=[llm]) as sync:
@@ -81,11 +82,11 @@ class WorkerExtension:
 
     def wsync_describe(self, only: int | None = None) -> str:
         """Describes this worker as JSON: its rank, the number of workers of its engine, the number
-        of this engine, whether its API reaches no other one, why it cannot be updated, the version
-        of its weights (null if they are not those of one update), which caches keep results of the
-        weights, and whether layers of the model draft tokens.
+        of this engine, whether this engine's API reaches no other engine, why this engine cannot be
+        updated, the version of its weights (null if they are not those of one update), which caches
+        keep results of the weights, and whether layers of the model draft tokens.
 
-        Raises UnsupportedError in an engine that is not number `only`, if that is given."""
+        If `only` is given, raises UnsupportedError in every engine with another number."""
         parallel = self.parallel_config
         engine = engine_of(parallel)
         if only not in (None, engine) and self.rank == parallel.world_size - 1:
@@ -121,7 +122,8 @@ class WorkerExtension:
         messages: one for each worker of all engines that the call reaches.  version: the new weight
         version, for a closing message.  first: the number of the first of these engines.
 
-        Raises RemoteError in another engine: vLLM passes on only the first one's answers."""
+        Raises RemoteError in an engine that has none of the messages, because vLLM passes on only
+        the first engine's answers."""
         parallel = self.parallel_config
         engine = engine_of(parallel)
         number = (engine - first) * parallel.world_size + self.rank
@@ -152,7 +154,7 @@ def engine_of(parallel: Any) -> int:
 
 
 def obstacle(parallel: Any) -> str:
-    """Returns why an engine with this parallel_config cannot be updated, or ""."""
+    """Returns why an engine with this parallel_config cannot be updated; "" if it can."""
     if getattr(parallel, "enable_eplb", False):
         return (
             "it balances experts (enable_eplb), but its load_weights puts them at the places that "
@@ -252,8 +254,8 @@ class VllmLoader(ChoosingLoader):
 
     def _process_kept(self) -> str:
         """Processes the weights, and restores the parameters that are to stay as they are.  Says
-        which of these has changed, or "".  If one has, vLLM's reload is used, which does not
-        process layers that nothing is loaded to."""
+        which of these parameters has changed; "" if none has.  If one has changed, vLLM's reload is
+        used, which does not process layers that nothing is loaded to."""
         kept = {
             path: (tensor.detach(), tensor.detach().to("cpu", copy=True))
             for path, tensor in self.model.named_parameters()
@@ -267,7 +269,8 @@ class VllmLoader(ChoosingLoader):
         return f"{changed[0]} is changed by process_weights_after_loading" if changed else ""
 
     def _changes(self, learnt: LearntModule) -> str:
-        """Processes the weights; says which of those that load_weights wrote has changed, or ""."""
+        """Processes the weights.  Says which weight that load_weights wrote has changed; "" if none
+        has."""
         places = learnt.does.written
         tensors = learnt.memory.tensors()
         before = [checksum_of(place.view(tensors)) for place in places]
@@ -313,7 +316,7 @@ def packed_when_made(model: torch.nn.Module) -> list[tuple[str, Any]]:
     """Finds expert layers whose weights vLLM packs only at the first processing.  Returns each
     layer's path and quantisation method.
 
-    vLLM's unquantised mixture-of-experts method asks its kernel to pack them when it makes the
+    vLLM's unquantised mixture-of-experts method asks its kernel to pack weights when it makes the
     kernel, but not when it gets weights again (0.32.0 and 0.33.0, vLLM on CPUs).  After vLLM's own
     reload the kernel would take plain weights for packed ones.
     """
@@ -356,8 +359,8 @@ def refill_unpacked(model: torch.nn.Module) -> None:
 
 def rewritten(model: torch.nn.Module) -> str:
     """Says which parameter or persistent buffer no longer has the form that load_weights fills, or
-    which layer processes its weights only the first time; or "".  Other buffers may change: forward
-    casts tables of positions."""
+    which layer processes its weights only the first time.  Returns "" if there is neither.  Other
+    buffers may change, because forward casts tables of positions."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for prefix, layer in model.named_modules():
@@ -387,8 +390,8 @@ def _processes(layer: torch.nn.Module) -> bool:
 
 
 class _Reloader(CallingLoader):
-    """Passes whole tensors to vLLM's own reload.  It makes layers anew, loads and processes them,
-    and copies the results to the memory of the old ones.
+    """Passes whole tensors to vLLM's own reload.  The reload makes layers anew, loads and processes
+    them, and copies the results to the memory of the old layers.
 
     packing: methods that pack weights only when they process them for the first time.
     half_loaded: parameters that lack bytes, in layers that got others.
@@ -497,8 +500,8 @@ class _Reloader(CallingLoader):
         return receipt
 
     def abandon(self) -> None:
-        """Gives incomplete layers their former tensors back.  They are not processed: some values
-        are missing, and processing may fail again."""
+        """Gives incomplete layers their former tensors back.  They are not processed, because some
+        values are missing and processing may fail again."""
         super().abandon()
         self._put_back()
 

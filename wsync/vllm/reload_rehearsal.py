@@ -55,8 +55,9 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ended
 
     def written(self, tensor: torch.Tensor) -> int:
-        """Returns how many elements of a parameter the loader has written.  Filling all of it with
-        one number does not count: a loader may do so before it loads parts."""
+        """Returns how many elements of a parameter the loader has written.  Filling a whole
+        parameter with one number does not count, because a loader may do so before it loads
+        parts."""
         return sum(math.prod(shape) for _, shape, _ in self._written[_storage(tensor)])
 
     def _make(self, source: Source) -> torch.Tensor:

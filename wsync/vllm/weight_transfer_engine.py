@@ -73,9 +73,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
     """The settings of a trainer rank.
 
-    rank: of this process in torch.distributed's default group, which has all trainer ranks.
+    rank: this process's rank in torch.distributed's default group, which has all trainer ranks.
     workers: number of the engine's workers (tensor parallel x pipeline parallel).
-    options: for wsync.connect.
+    options: the options that wsync.connect gets.
     """
 
     backend: ClassVar[str] = "wsync"
@@ -84,10 +84,10 @@ class TrainerInitInfo(VllmTrainerInitInfo):  # type: ignore[misc]
 
 
 class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A worker's part.
+    """A worker's part in a weight transfer.
 
     The worker itself tells the trainer of a failed update, if they are connected.  Here only the
-    last worker raises, and the others log their errors.  If another one raised, vLLM's executor
+    last worker raises, and the others log their errors.  If another worker raised, vLLM's executor
     would take the remaining answers for those of its next call.
     """
 
@@ -125,7 +125,7 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         _log.error("worker %d: %s", self._rank, error)
 
     def start_weight_update(self) -> None:
-        """Does nothing: an update begins with its opening message."""
+        """Does nothing, because an update begins with its opening message."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises RemoteError if an update has failed, for example because the same client serves
@@ -146,9 +146,9 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInitInfo]):  # type: ignore[misc]
     """A trainer rank's part: wsync's connection over vLLM's client.
 
-    All ranks make one and call send_weights.  Each sends its share of its source's tensors, which
-    are all in memory at once.  A module's tensors are read in place; gathered ones (FSDP) are
-    whole.
+    All ranks make a `TrainerEngine` and call send_weights.  Each rank sends its share of its
+    source's tensors, which are all in memory at once.  A module's tensors are read in place;
+    gathered tensors (FSDP) are whole.
     """
 
     init_info_cls = TrainerInitInfo

@@ -133,8 +133,8 @@ class BucketSession(abc.ABC):
         self._thread.close()
 
     def _ask(self, request: Callable[[], object]) -> None:
-        """Makes a request for a bucket, unless one has failed: an engine may report the version
-        that comes with the last bucket although it lacks another one."""
+        """Makes a request for a bucket, unless one has failed, because an engine may report the
+        version that comes with the last bucket although it lacks another bucket."""
         if self._given_up.is_set() or self._refused:
             return
         try:

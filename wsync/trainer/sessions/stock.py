@@ -63,8 +63,8 @@ class SharedRing:
     def leave(self, engine: str) -> None:
         """Keeps the file for ten minutes, because the engine may still read it.  If this process
         ends earlier, the file stays until its last reader has ended.  A stock server that does not
-        find the file ends.  A file that was left to the engine before is removed: the engine has
-        answered requests since."""
+        find the file ends.  A file that was left to the engine before is removed, because the
+        engine has answered requests since."""
         if self._later is not None:
             return
         if (former := _left.get(engine)) is not None:
@@ -94,7 +94,7 @@ class StockSession(BucketSession):
     released it.  The last bucket carries the version.  If an update ends before that, the engine
     cannot refuse to run, so the trainer leaves it paused.
 
-    on_gpu: whether buckets are in memory of the device, a GPU; otherwise in a file.
+    on_gpu: whether buckets are in memory of the device, a GPU.  If not, they are in a file.
     """
 
     def __init__(

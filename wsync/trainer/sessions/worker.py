@@ -75,7 +75,7 @@ class WorkerSession:
     manifest: _core.Layout  # once attached: what the worker is to load
     audit_seconds = 0.0  # of the update, once prepared
     own_loading = ""  # which tensors go through the engine's own load_weights, and why
-    gpu: str | None = None  # once accepted: its UUID, "" for the host, None for a remote worker
+    gpu: str | None = None  # once accepted: its UUID; "" on the host; None if the worker is remote
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class WorkerSession:
         has connected again; returns what `accept` returns.
 
         Raises:
-            RemoteError: the worker could not learn it.
-            DeadlineError: the worker has not learnt it in time.
+            RemoteError: the worker could not learn these places.
+            DeadlineError: the worker has not learnt them in time.
         """
         learning = self._exporters[0]
 
@@ -322,7 +322,7 @@ class RemoteSession(WorkerSession):
         return self.exporter
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
-        """Does nothing: the worker has a ring of its own."""
+        """Does nothing, because the worker has a ring of its own."""
 
     def attach(self, plan: _core.Plan, device: _core.Device, timeout: float, check: Check) -> Span:
         """Sends the plan.  Attaches no ring, because the worker has its own."""
