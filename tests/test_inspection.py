@@ -83,7 +83,7 @@ def test_workers_that_have_learnt_nothing_say_why() -> None:
     module = Fused()
     engine = ThreadEngine([RecordedLoader(module), ModuleLoader(module)])
     text = inspection.table(inspection.look(engine).workers)
-    assert "worker 0: wsync has not learnt what it keeps: no trainer has asked for it yet;" in text
+    assert "worker 0: wsync has not learnt what it keeps: no trainer has asked what the" in text
     assert "worker 1: wsync has not learnt what it keeps: its loader does not need this" in text
 
 

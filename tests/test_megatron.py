@@ -138,7 +138,7 @@ def test_parameters_that_are_gathered_by_the_next_forward_pass_are_refused(local
 def test_parameters_that_nobody_has_gathered_since_a_step_are_refused(local):
     case = ("qwen3", TIED, {"tp": 2, "pp": 2}, {})
     for said, unknown in local.run(cases.gathered_by_nobody, *case):
-        late = ["they were not gathered since" in text for text in said]
+        late = ["they have not been gathered since" in text for text in said]
         assert late == [False, True, True, False, True, False], said
         assert unknown == []
 

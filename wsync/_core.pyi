@@ -400,7 +400,7 @@ class Importer:
         """Waits for an update; returns (update, rounds)."""
     @property
     def generation(self) -> int:
-        """The number of attaches: if it changes, ring and manifest are new."""
+        """How often a ring was attached.  If this number changes, ring and manifest are new."""
     @property
     def ring(self) -> Memory: ...
     @property

@@ -201,7 +201,7 @@ class Checkpoint:
     Attributes:
         files: the paths of the files that hold the tensors.
         places: the dtype and shape of each tensor, by name.
-        weight_version: the weight version in the index, or None.
+        weight_version: the weight version in the index; None if the index has none.
 
     Raises:
         SystemCallError: a file cannot be read.

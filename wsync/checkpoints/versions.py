@@ -49,13 +49,13 @@ def newest(root: str | os.PathLike[str]) -> Path:
 
 
 class Versions:
-    """Writes versions.  One trainer at a time does so, on its rank 0.
+    """Writes versions.  Only one trainer at a time writes versions to a folder, on its rank 0.
 
     Args:
         root: the folder, which is made if it is missing; trainers and engines see it under this
             path.
         base: a folder whose configuration and tokenizer files every version gets, or a transformers
-            configuration, or None.
+            configuration.  None: versions get neither.
         keep: the number of complete versions that stay, including the newest; None keeps all.
         replace: whether a version replaces an earlier one with its name.
 
@@ -78,7 +78,7 @@ class Versions:
         keep = self._keep
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise _core.InvalidArgumentError(
-                f"keep={keep!r}: it must be 1 or more, or None for all: the newest version stays"
+                f"keep={keep!r}: give 1 or more, because the newest version stays, or None for all"
             )
         base = self._base
         is_folder = isinstance(base, str | os.PathLike) and Path(base).is_dir()

@@ -221,8 +221,8 @@ def loading_stream(place: str, threads: int) -> Stream:
 class RoutedLoader(Loader):
     """Copies boxes to the places that an update gives them, on a stream of its own.
 
-    threads: number of that stream's threads.  While host memory is lent, a stream with one more
-    thread is used, because trainer ranks then copy little or nothing.
+    threads: number of threads of the loader's stream.  While host memory is lent, a stream with one
+    more thread is used, because trainer ranks then copy little or nothing.
     """
 
     borrows = True
@@ -394,7 +394,8 @@ class CallingLoader(Loader):
     Each tensor is copied when load_weights takes it, so load_weights may keep it.  A slot is freed
     once torch has done the work that load_weights gave it.
 
-    load_weights: None for the method that the module has at the time of the call.
+    load_weights: a function; None stands for the method that the module has at the time of the
+    call.
     at_once: names.  If given, load_weights is called once an update, in place, with copies in host
         memory of the tensors of these names, in this order.
     """

@@ -30,7 +30,8 @@ class UpdateState:
     so read `trouble` first.
     consistent: False from the first byte written until all weights are those of one update.
     reason: why the weights are inconsistent; "" if they are consistent.
-    update: number of the last update that was committed by a control message, or None.
+    update: number of the last update that was committed by a control message; None if there is
+    none.
     """
 
     def __init__(self) -> None:
@@ -80,8 +81,8 @@ class UpdateState:
             raise StateError(self.trouble)
         if (self._session, self.update) != (session, number):
             raise StateError(
-                f"the weights are not those of update {number} of this connection: it was not "
-                "committed here, or they have been replaced since"
+                f"the weights are not those of update {number} of this connection: that update "
+                "was not committed here, or other weights have replaced it since"
             )
         self.rename(version)
 

@@ -53,7 +53,7 @@ class Introduction:
 
     @staticmethod
     def from_bytes(data: bytes) -> Introduction:
-        """Parses the result of the same wsync's `to_bytes`."""
+        """Parses what `to_bytes` of the same version of wsync has made."""
         return Introduction(**json.loads(data))
 
 

@@ -70,7 +70,8 @@ class RemotePlan:
 
     @staticmethod
     def from_bytes(data: bytes) -> RemotePlan:
-        """Parses the result of the same wsync's `to_bytes`; LayoutError: another wsync made it."""
+        """Parses what `to_bytes` of the same version of wsync has made.  LayoutError: another
+        version made it."""
         told, parts = split_parts(data)
         source, *layouts = map(_core.Layout.from_bytes, parts)
         place = told["meeting"]

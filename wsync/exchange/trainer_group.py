@@ -4,8 +4,8 @@ The first rank that fails publishes its error in the process group's store.  Eve
 about every 50 ms, so all ranks raise the same error soon after.
 
 While the process that hosts the store is stopped, calls of the store do not return, whatever their
-timeout.  So a thread makes them, and a wait looks at the answer to the last call.  A caller that
-needs an answer waits for it as long as it would wait for another rank.
+timeout.  So a thread makes these calls, and a wait looks at the answer to the last call.  A caller
+that needs an answer waits for it as long as it would wait for another rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _MORE_SECONDS: Final = 10.0  # added to a deadline, for gloo's own or for a store's last answer
 _SIZE_NBYTES: Final = 8
 _STORE_GONE: Final = (
-    "the process that hosts the trainer's store is gone, stuck or stopped: it gives no answer"
+    "the process that hosts the trainer's store gives no answer: it is gone, stuck or stopped"
 )
 _T = TypeVar("_T")
 
@@ -54,7 +54,7 @@ class TrainerGroup:
     `collectives` is None if nothing is communicated.
 
     Args:
-        group: the ranks that take part; None for the default group.
+        group: the ranks that take part.  None stands for the default group.
         timeout: seconds after which a collective has failed.
         meeting: a name that all ranks know; only ranks that give the same name meet.
 
@@ -126,8 +126,8 @@ class TrainerGroup:
             collectives.close()
 
     def check(self) -> None:
-        """Raises the error that any rank has published, or that `watching` has met.  It is called
-        during every wait, also during those of this group's collectives."""
+        """Raises the error that any rank has published, or that `watching` has met.  Every wait
+        calls this method, also the waits of this group's collectives."""
         if self._store is not None:
             looking = self._looking
             if looking is None or looking.done():
@@ -219,8 +219,8 @@ class TrainerGroup:
             self._collect("barrier")
 
     def confirm(self) -> None:
-        """A barrier, and a look at published errors: a late rank may pass a barrier that the others
-        have given up."""
+        """Waits like `barrier`, then looks for published errors, because a late rank may pass a
+        barrier that the others have given up."""
         self.barrier()
         if self._store is not None:
             _raise(self._read())

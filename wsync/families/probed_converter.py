@@ -74,7 +74,7 @@ def converter_of(function: Callable[..., Any], config: Any) -> Convert:
 
 
 def is_slimes(function: Callable[..., Any]) -> bool:
-    """Whether a converter is called like slime's: it needs exactly three arguments."""
+    """Whether a converter needs exactly three arguments, and so is called like slime's."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -39,8 +39,8 @@ the layers of all blocks; {first} and {last} are the first and the last layer of
 
 A rule expands to boxes, which may take every n-th index of a target's dimension.  Elements are
 copied.  If a target has an offset, each element becomes x + offset, computed in float32.  Later the
-boxes are combined with a rank's regions, its parts of the unsharded parameter: a local shard is
-never reshaped.
+boxes are combined with a rank's regions, which are its parts of the unsharded parameter.  A local
+shard is never reshaped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `handle(engine)` makes a handle for an HTTP URL (SGLang's endpoints), a Ray actor (slime's engine
 actors), a local object with the same methods, an `sglang.Engine` in this process (verl's) or a vLLM
-engine (wsync.handles.vllm).  It returns an EngineHandle as it is.
+engine (wsync.handles.vllm).  `handle` returns an EngineHandle as it is.
 All calls take a timeout in seconds.  They raise these errors, which name the engine:
 
     DeadlineError    no answer within the timeout

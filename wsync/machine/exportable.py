@@ -23,7 +23,7 @@ def exportable() -> Iterator[None]:
         with wsync.exportable():
             model = build_model().cuda()
 
-    It applies to this thread, and to the device that is current when the block begins (call
+    The block applies to this thread, and to the device that is current when it begins (call
     torch.cuda.set_device before).  The block uses a torch.cuda.MemPool over wsync's allocator,
     which gets memory with a descriptor from the driver.  With Megatron, put the block around making
     the model and wrapping it in DistributedDataParallel, but not around the optimizer.  With the

@@ -1,4 +1,5 @@
-"""Guards objects that belong to one process: a fork lacks its threads, sockets and memory."""
+"""Guards objects that belong to one process, because a fork lacks the threads, sockets and
+memory."""
 
 import os
 

@@ -31,10 +31,10 @@ def check_gathered(chunks: Sequence[Module]) -> None:
                 )
             if any(map(_is_behind, _bucket_groups(module))):
                 raise _core.StateError(
-                    f"model chunk {number}: its parameters may be old: they were not gathered "
-                    "since gradients were reduced (overlap_param_gather). Before an update, call "
-                    "start_param_sync(force_sync=True) of Megatron's DistributedDataParallel, or "
-                    "disable_forward_pre_hook(), which calls it"
+                    f"model chunk {number}: its parameters may be old, because they have not "
+                    "been gathered since gradients were reduced (overlap_param_gather). Before an "
+                    "update, call start_param_sync(force_sync=True) of Megatron's "
+                    "DistributedDataParallel, or disable_forward_pre_hook(), which calls it"
                 )
 
 

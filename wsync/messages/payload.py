@@ -138,8 +138,8 @@ def _entry(entry: Any) -> _Called:
 def _start_manager(pid: int) -> None:
     """Makes this process's first segment, so that torch starts torch_shm_manager, which removes
     unused segments.  The manager does not inherit standard error, because a reader of that would
-    wait for the engines that use a segment.  It also blocks the signals that end a whole job, and
-    ends after its last user."""
+    wait for the engines that use a segment.  The manager also blocks the signals that end a whole
+    job, and ends after its last user."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         with contextlib.suppress(OSError):  # there is no standard error
@@ -176,9 +176,9 @@ def remove(tensor: torch.Tensor) -> None:
 
 
 def keep(tensor: torch.Tensor, readings: int = _REPEATS) -> None:
-    """Keeps the file of `shared_bytes` while payloads are read more than once: each reading drops a
-    reference, and the last drop would remove the file.  `remove` or the end of this process removes
-    it then."""
+    """Keeps the file of `shared_bytes` while payloads are read more than once.  Otherwise each
+    reading would drop a reference, and the last drop would remove the file.  `remove` or the end of
+    this process removes it then."""
     storage = tensor.untyped_storage()
     for _ in range(readings):
         storage._shared_incref()  # type: ignore[no-untyped-call]
@@ -222,7 +222,7 @@ def named_tensors(pairs: list[tuple[str, torch.Tensor]]) -> bytes:
 
 def control(*data: bytes) -> bytes:
     """Makes a payload with nothing but `data`, which has one message for each pipeline stage: uint8
-    tensors by value, under the name wsync.messages.control.TENSOR_NAME.  It goes with the
+    tensors by value, under the name wsync.messages.control.TENSOR_NAME.  The payload goes with the
     load_format that names wsync's loader."""
     tensors = [torch.tensor([*each], dtype=torch.uint8, device="cpu") for each in data]
     return named_tensors([(TENSOR_NAME, tensor) for tensor in tensors])

@@ -67,7 +67,7 @@ class Audit:
         self._room = max(nbytes, self._nbytes(self._known) // SHARE)
 
     def is_possible(self, targets: Sequence[torch.Tensor]) -> bool:
-        """Whether the load can be called with a sample: some loads need all sources at once."""
+        """Whether the load can be called with a sample.  Some loads need all sources at once."""
         names = self._next()
         touched = {piece.target for name in names for piece in self._places[name]}
         before = [checksum_of(targets[number]) for number in touched]

@@ -27,9 +27,10 @@ class PlacedBox:
     """A piece: a box of a source, and its place in a target.  If nothing is copied to the place,
     `why` gives the reason, and the box is a box of the target instead of a source.
 
-    target: the number of the target.  name: the name of the source, or "".  start, extent: the box.
+    target: the number of the target.  name: the name of the source; "" if the piece has none.
+    start, extent: the box.
     offset, strides: the place, in elements.  `offset` counts from the target's first element.
-    why: UNWRITTEN, CONSTANT or COMPUTED, or "" for a copy.
+    why: UNWRITTEN, CONSTANT or COMPUTED; "" if the source is copied.
     """
 
     target: int

@@ -174,8 +174,8 @@ class _Reading:
         return Field(lines, corners, found)
 
     def _weights(self, names: Sequence[str], units: Sequence[int]) -> torch.Tensor:
-        """Returns the factors by which digits are multiplied in an element's number.  There is one
-        factor for each name and each call after the first `naming` calls."""
+        """Returns the factors by which digits are multiplied in an element's number.  Each name has
+        one factor for each call after the first `naming` calls."""
         calls = self._numbering.calls - self._numbering.naming
         found = torch.zeros(len(names), calls, dtype=torch.int64, device="cpu")
         for row, name in enumerate(names[3:], 3):

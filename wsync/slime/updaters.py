@@ -102,10 +102,10 @@ class Updater:
 
         Args:
             rollout_engines: Ray actors, URLs, local engines or `EngineHandle`s.
-            rollout_engine_lock: slime's lock, with which its pipeline stages take turns.  Not
-                needed: wsync's requests have one order for all engines.
-            engine_gpu_counts, engine_parallel_configs: slime's.  Not needed: wsync asks an engine
-                how many workers it has.
+            rollout_engine_lock: slime's lock, with which its pipeline stages take turns.  wsync
+                does not use it, because its requests have one order for all engines.
+            engine_gpu_counts, engine_parallel_configs: slime's.  wsync does not use them, because
+                it asks each engine how many workers the engine has.
             engine_gpu_offsets: index of the trainer rank whose GPU an engine's first worker
                 shares.  An engine whose index is beyond the trainer's ranks is remote.
 

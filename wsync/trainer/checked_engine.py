@@ -144,7 +144,7 @@ class CheckedEngine:
             if identity.get(what) != before:
                 raise PeerClosedError(
                     f"engine {self.name}: it is not the engine that was paused for this update: "
-                    f"its {what} was {before!r} and is {identity.get(what)!r}"
+                    f"its {what} was {before!r} and is now {identity.get(what)!r}"
                 )
         if None not in (version, self._version) and version != self._version:
             raise PeerClosedError(

@@ -132,7 +132,7 @@ class EngineCheck:
         if unseen and self._folder != "":
             _log.warning(
                 "names, shapes and dtypes are not compared for engines %s, because this host has "
-                "no checkpoint of theirs that wsync can read; without a message, these engines "
+                "no checkpoint of theirs that wsync can read: without a message, these engines "
                 "ignore names that they do not know, keep tensors that are not delivered, and "
                 "convert weights to the form that they hold (Options(checkpoint=DIR) names the "
                 "folder that they were started from)",

@@ -157,8 +157,8 @@ def obstacle(parallel: Any) -> str:
     """Returns why an engine with this parallel_config cannot be updated; "" if it can."""
     if getattr(parallel, "enable_eplb", False):
         return (
-            "it balances experts (enable_eplb), but its load_weights puts them at the places that "
-            "they had at the start: start vLLM without it"
+            "it balances experts, but its load_weights puts experts at the places that they had "
+            "at the start: start vLLM without enable_eplb"
         )
     if getattr(parallel, "data_parallel_hybrid_lb", False):
         return (
@@ -485,8 +485,8 @@ class _Reloader(CallingLoader):
             self._layerwise.initialize_layerwise_reload(self._module)
 
     def finish(self, timeout: float) -> Receipt:
-        """Ends the reload, and adds what vLLM's lacks: the model's own hook, which ends a first
-        load, and processing of tied layers, to which nothing was loaded."""
+        """Ends the reload, and adds what vLLM's reload lacks: the model's own hook, which ends a
+        first load, and processing of tied layers, to which nothing was loaded."""
         receipt = super().finish(timeout)
         with self._configured():
             infos = [(layer, self._layerwise.get_layerwise_info(layer)) for layer in self._tied]

@@ -13,16 +13,16 @@ beside vLLM.  A trainer gives vLLM's factory a TrainerInitInfo:
     engine.send_weights()
 
 The source's whole tensors go through wsync's ring to each worker, which loads them as
-WorkerExtension does.  If a source makes its tensors, each needs memory of its own: a source that
-fills the same memory again is refused.  As with vLLM's other backends, the caller pauses
+WorkerExtension does.  If a source makes its tensors, each tensor needs memory of its own.  A source
+that fills the same memory again is refused.  As with vLLM's other backends, the caller pauses
 generation, empties caches and resumes.  If a trainer dies within an update, call the engine's
-finish_weight_update before another trainer begins one.  Otherwise the workers refuse it, and vLLM's
-executor is one answer behind from then on.  Not supported: several engines behind one client,
-data-parallel engines, and draft models.
+finish_weight_update before another trainer begins an update.  Otherwise the workers refuse that
+update, and vLLM's executor is one answer behind from then on.  Not supported: several engines
+behind one client, data-parallel engines, and draft models.
 
-Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).  It has run with an LLM, and
-with the HTTP server and vLLM's client for it, from one trainer rank and from two.  vLLM's client
-for Ray has not been run.
+Made against vLLM 0.32.0 (vllm/distributed/weight_transfer/base.py).  This backend has run with an
+LLM, and with the HTTP server and vLLM's client for it, from one trainer rank and from two.  vLLM's
+client for Ray has not been run.
 """
 
 from __future__ import annotations

@@ -248,9 +248,10 @@ static wsync_status_t add_tensors(wsync_layout_builder_t *builder,
                 builder, wsync_layout_origin(layout, shards[j].origin), &added.origin, err);
             if (status == WSYNC_OK &&
                 __builtin_add_overflow(added.buffer, first, &added.buffer)) {
-                status = wsync_fail(err, WSYNC_ERR_LAYOUT, 0, "layout",
-                                    "buffer %u cannot follow %u others: 2^32 are possible",
-                                    shards[j].buffer, first);
+                status =
+                    wsync_fail(err, WSYNC_ERR_LAYOUT, 0, "layout",
+                               "buffer %u cannot follow %u others: a rank can have 2^32",
+                               shards[j].buffer, first);
             }
             if (status == WSYNC_OK) {
                 status = wsync_layout_builder_shard(builder, &added, err);

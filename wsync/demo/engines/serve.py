@@ -107,7 +107,7 @@ def serve_in_process(
 
     Args:
         model: a checkpoint folder, or a transformers config object.
-        dtype: torch's name of a dtype; None for the dtype of the checkpoint or config.
+        dtype: torch's name of a dtype.  None stands for the dtype of the checkpoint or config.
         seed: if `model` is a config object, draws its random weights.
         timeout: seconds to wait.
 

@@ -61,8 +61,9 @@ class EngineServer(ThreadingTCPServer):
 
 
 def _calls(engine: Engine) -> dict[str, Callable[..., Any]]:
-    """The function for each path.  It is called with the fields of the request's body.  If it
-    returns a dictionary, this is the answer; a text or None goes into an answer of success."""
+    """The function for each path.  The function is called with the fields of the request's body.
+    If the function returns a dictionary, this is the answer; a text or None goes into an answer of
+    success."""
     return {
         "health": lambda: {},
         "model_info": engine.model_info,

@@ -159,7 +159,7 @@ class Engine(ModuleWorker):
         self.gate.resume()
 
     def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits of all tokens.  They are not cached: the next step may use other weights."""
+        """Logits of all tokens.  Nothing is cached, because the next step may use other weights."""
         vocabulary = int(self.model.config.vocab_size)
         if not tokens or not all(0 <= token < vocabulary for token in tokens):
             raise InvalidArgumentError(f"input_ids: must list tokens from 0 to {vocabulary - 1}")

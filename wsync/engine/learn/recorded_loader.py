@@ -42,7 +42,7 @@ KEEP: Final = "WSYNC_KEEP"
 _log = logging.getLogger(__name__)
 _Model = list[_core.TensorInfo]
 _NOT_ASKED: Final = (
-    "no trainer has asked for it yet; updates by buckets, broadcasts or files do not need it"
+    "no trainer has asked what the worker keeps; buckets, broadcasts and files need no answer"
 )
 
 

@@ -94,7 +94,7 @@ class ReplayLoader(RoutedLoader):
     """Makes the copies that load_weights made in a module's tensors.  Their addresses may change.
 
     Each update except the first one audits load_weights on some tensors before anything is written.
-    It raises StateError if the module, or what load_weights does, has changed.
+    The audit raises StateError if the module, or what load_weights does, has changed.
 
     on_weights_lost: is called if load_weights has put audited tensors in other places.
     """
