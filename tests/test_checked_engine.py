@@ -79,7 +79,7 @@ def test_an_engine_that_was_started_again_in_an_update_fails_it(
     weights = {"a": torch.zeros(3)}
     with DiskSync(weights, [engine, other], folder=tmp_path, options=QUICK) as sync:
         with pytest.raises(
-            wsync.PeerClosedError, match=r"engine stock: it is not the engine.*was 1 and is 2"
+            wsync.PeerClosedError, match=r"engine stock: it is not the engine.*was 1 and is now 2"
         ):
             sync.update(version=7)
         # what it takes on before it is missed is not the next update's version
@@ -325,7 +325,7 @@ def test_a_local_engine_that_was_replaced_is_noticed() -> None:
     checked = CheckedEngine(wsync.handle(local))
     checked.pause("abort", 10)
     local.instance = "b"
-    with pytest.raises(wsync.PeerClosedError, match="instance was 'a' and is 'b'"):
+    with pytest.raises(wsync.PeerClosedError, match="instance was 'a' and is now 'b'"):
         checked.verify(10)
 
 

@@ -183,7 +183,7 @@ def test_the_trainer_is_told_what_a_worker_says_to_the_closing_message(
 
         with monkeypatch.context() as patch:
             patch.setattr(state, "close", replace_first)
-            with pytest.raises(WsyncError, match="or they have been replaced since"):
+            with pytest.raises(WsyncError, match="or other weights have replaced it since"):
                 sync.update(version=2)
         assert engine.paused
         sync.update(version=3)
