@@ -134,7 +134,8 @@ class Slot(structseq[int], tuple[int, int, int]):
     offset: Final[int]
     nbytes: Final[int]
     wait_round: Final[int]
-    """The slot may be written once the worker has finished this round; -1: now."""
+    """The slot may be written once the worker has finished the round of this number.  If the number is -1, the slot
+    may be written at once."""
 
 @final
 class Message(structseq[Any], tuple[int, tuple[int, ...], int, int, int]):
@@ -277,7 +278,7 @@ class Device:
     uuid: Final[str]
     """"GPU-...".  The host has ""."""
     ordinal: Final[int]
-    """The GPU's number in this process; -1: the host."""
+    """The GPU's number in this process.  The host has -1."""
     def memory_available(self) -> int:
         """Returns the bytes that may still be allocated there now."""
     def settle(self) -> None:

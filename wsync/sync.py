@@ -94,9 +94,9 @@ class Sync(Updates):
             What happened, as this rank saw it.
 
         Raises:
-            StateError: `close` was called, or another update is running; or ranks have called this
-                different numbers of times and not all give a version, so that their weights may
-                come from different steps.
+            StateError: `close` was called, or another update is running.  Also raised if ranks have
+                called `update` different numbers of times and not all give a version, because their
+                weights may come from different steps.
             WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
                 happened (Ctrl-C is raised there unchanged).  Engines that are known to hold no part

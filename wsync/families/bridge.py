@@ -63,7 +63,8 @@ def _convert(
 
 
 def _index(registry: Any, name: str) -> int:
-    """The expert's number if Megatron-Bridge stacks all experts under one name, else -1."""
+    """The expert's number if Megatron-Bridge stacks all experts under one name; -1 if it does
+    not."""
     match = EXPERT.search(name)
     if match is None:
         return -1

@@ -415,10 +415,12 @@ class Expansion:
 class Rule:
     """How one kind of Megatron parameter maps to Hugging Face tensors.
 
-    `inferred_dimension`: the dimension of the parameter that holds the inferred axis, or -1.
+    `inferred_dimension`: the dimension of the parameter that holds the inferred axis; -1 if none
+    does.
     `inferred_cut`: whether ranks hold parts of that dimension.  `shaped_dimension`: the dimension
-    that is a ~item, or -1.  `sizes`: the names of the sizes that the rule needs.  `counted`: the
-    numbers in the name that are axes of targets.  `names`: all names that the rule matches.
+    that is a ~item; -1 if none is.  `sizes`: the names of the sizes that the rule needs.
+    `counted`: the numbers in the name that are axes of targets.  `names`: all names that the rule
+    matches.
     """
 
     def __init__(self, name: str, view: str, *targets: Target) -> None:

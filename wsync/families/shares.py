@@ -119,7 +119,8 @@ def _home(name: str, modules: Sequence[Module]) -> tuple[str, Any, str]:
 
 
 def _axis(name: str, tensor: Tensor, modules: Sequence[Module], cut: Cut) -> tuple[int, Cut]:
-    """(dimension along which a parameter is cut, or -1; this rank's place among the parts)."""
+    """(dimension along which a parameter is cut, this rank's place among the parts).  If the
+    parameter is not cut, the dimension is -1."""
     classes = _classes(modules[0])
     joined, _, place = _home(name, modules)
     if place in _JOINED.get(joined, {}):
@@ -160,7 +161,8 @@ def _parts(name: str, module: Any, kind: _Kind, cut: Cut) -> Cut:
 
 
 def _described(name: str, tensor: Tensor) -> int:
-    """The dimension of a parameter that Megatron's attributes call cut, or -1."""
+    """The dimension of a parameter that Megatron's attributes call cut; -1 if they call none
+    cut."""
     duplicated = getattr(tensor, "parallel_mode", None) == "duplicated"
     if duplicated or not getattr(tensor, "tensor_model_parallel", False):
         return -1

@@ -27,9 +27,9 @@ _BLOCK = 1 << 22  # slices are read together up to this number of elements
 class NumberedBox(NamedTuple):
     """A box of a tensor whose elements are numbered evenly.
 
-    axes: for each axis, the source axis that the box follows, or -1 for none.  steps: for each
-    axis, the distance in the tensor between neighbours in the box.  number: the number of the first
-    element.
+    axes: for each axis, the source axis that the box follows; -1 if it follows none.  steps: for
+    each axis, the distance in the tensor between neighbours in the box.  number: the number of the
+    first element.
     """
 
     start: tuple[int, ...]

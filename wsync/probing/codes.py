@@ -58,7 +58,7 @@ def encode(digits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode(values: torch.Tensor) -> torch.Tensor:
-    """Returns the digits that values stand for, or -1 for a value that is no digit."""
+    """Returns the digits that values stand for.  If a value is no digit, its item is -1."""
     kind = kind_of(values.dtype)
     short = values if kind == BYTE else values.to(_carrier(kind))
     digits = _tables(kind)[1][raw(short).long() & 0xFFFF]

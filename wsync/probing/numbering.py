@@ -70,7 +70,7 @@ class Numbering:
         return self.kinds.get(kind_of(dtype), [])
 
     def numbers(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns, for each element, the number of the source that is loaded to it, or -1.
+        """Returns, for each element, the number of the source that is loaded to it; -1 if none is.
 
         values: the values of the elements after each call.
         """

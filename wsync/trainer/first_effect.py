@@ -64,10 +64,9 @@ class FirstEffect:
         }
         if weights:
             _log.warning(
-                "engine %s: the update did not change any of %s: if the trainer has changed them, "
-                "the engine's own loading ignores the names that they are delivered under "
-                "(Options(checkpoint=DIR), with the folder that the engine was started from, "
-                "compares names)",
+                "engine %s: the update did not change any of %s: if the trainer has changed these "
+                "tensors, the engine's own loading ignores their names (to compare names, give "
+                "the folder that the engine was started from as Options(checkpoint=DIR))",
                 name,
                 listed(weights),
             )
