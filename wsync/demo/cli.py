@@ -19,7 +19,7 @@ from wsync.machine import trace
 
 _DESCRIPTION = """
 A Megatron trainer in several processes takes optimizer steps, and then updates two inference
-engines.  It repeats this for every update.  The engines run a transformers model behind SGLang's
+engines.  It repeats both for every update.  The engines run a transformers model behind SGLang's
 HTTP endpoints.  Every tensor is compared byte for byte with mbridge's conversion, and the engines'
 logits are compared with the trainer's.  Everything runs on the CPU.
 """

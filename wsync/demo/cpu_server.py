@@ -16,9 +16,8 @@ from wsync.doctor import importable
 
 _DESCRIPTION = """
 Starts the engine's own server on the CPU, with a small Qwen3 model of random weights.  wsync can
-update the engine.  The command prints the server's command line.  It passes arguments that are not
-listed here on to the server.  The server answers after half a minute to two minutes.  Ctrl-C ends
-it.
+update the engine.  The command prints the server's command line.  Arguments that are not listed
+here go to the server.  The server answers after half a minute to two minutes.  Ctrl-C ends it.
 """
 _INSTALL = {
     "sglang": "pip install torch==2.13.0 '.[sglang-cpu]' && pip install --no-deps sglang==0.5.23",

@@ -64,8 +64,8 @@ class FlatUnit:
                 )
             if not contiguous[place]:
                 raise _core.UnsupportedError(
-                    f"{name}: FSDP1 has flattened it in the order of its memory: make it "
-                    "contiguous before FSDP1 wraps it"
+                    f"{name}: FSDP1 has flattened it in the order of its memory: make the "
+                    "parameter contiguous before FSDP1 wraps it"
                 )
             if tied and name == TIED:
                 if place in others:

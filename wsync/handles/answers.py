@@ -100,7 +100,7 @@ class Setup(NamedTuple):
         if processes not in (1, None):
             raise UnsupportedError(
                 f"engine {name}: tokenizer_worker_num {processes}: each process keeps its own "
-                "weight version, and an update reaches only one of them: start it with one"
+                "weight version, and an update reaches only one; start the server with one process"
             )
         workers = started.get("tp_size")
         if type(workers) is not int or workers < 1:

@@ -93,7 +93,7 @@ class RayHandle(LocalHandle):
         if draft := other_draft(started):
             raise UnsupportedError(
                 f"engine {self.name}: it drafts tokens with another model, {draft}, which updates "
-                "through the actor would reach, too: give the URL of its server"
+                "through the actor would reach, too: give the URL of the engine's server"
             )
 
     def model_info(self, timeout: float) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class Lending:
             if any(shard.buffer in private for shard in layout.shards(index))
         ]
         way = (
-            "make the model within wsync.exportable(), or let torch allocate it, which "
-            "torch_memory_saver prevents"
+            "make the model within wsync.exportable(), or let torch allocate it without "
+            "torch_memory_saver"
             if gpu
             else "call share_memory_() of the model's tensors"
         )

@@ -177,7 +177,7 @@ class Updates(abc.ABC):
         if (source.rank, source.ranks) != (rank, size):
             raise _core.InvalidArgumentError(
                 f"the layout is of rank {source.rank} of {source.ranks}, but this is rank {rank} "
-                f"of {size}: make it where torch.distributed runs, with the group of the updates"
+                f"of {size}: make the layout where torch.distributed runs, with the updates' group"
             )
         model = self._merged()
         if not model.nbytes:

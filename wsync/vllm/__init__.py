@@ -162,7 +162,7 @@ def obstacle(parallel: Any) -> str:
         )
     if getattr(parallel, "data_parallel_hybrid_lb", False):
         return (
-            "with data_parallel_hybrid_lb, it does not tell how many engines one API reaches: "
+            "with data_parallel_hybrid_lb, vLLM does not tell how many engines one API reaches: "
             "start vLLM with one API for all engines, or with data_parallel_external_lb"
         )
     return ""

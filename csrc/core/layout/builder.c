@@ -235,7 +235,7 @@ static wsync_status_t check_affine(const wsync_tensor_t *tensor,
         (affine->scale == 0 && affine->offset != 0)) {
         return wsync_fail(err, WSYNC_ERR_INVALID, 0, "layout",
                           "%.256s: scale %g and offset %g must be finite, and a scale of 0 "
-                          "has no offset",
+                          "needs the offset 0",
                           tensor->name, (double)affine->scale, (double)affine->offset);
     }
     return wsync_dtype_transform(tensor->dtype, tensor->dtype, affine->scale != 0,
