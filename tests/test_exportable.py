@@ -106,4 +106,4 @@ def test_a_gpu_that_is_first_used_in_the_block_is_named(trainer: Peer) -> None:
         "made, said"
     )
     assert made is None
-    assert len(said) == 1 and "call torch.cuda.set_device before the" in said[0]
+    assert len(said) == 1 and "call torch.cuda.set_device first" in said[0]

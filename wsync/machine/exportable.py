@@ -58,7 +58,7 @@ def exportable() -> Iterator[None]:
             error.add_note(f"wsync.exportable: {reason}")
         raise
     if not used and is_initialized():
-        _warn("CUDA was not in use at the block's start: call torch.cuda.set_device before the block")
+        _warn("CUDA was not in use at the start of the block: call torch.cuda.set_device first")
 
 
 def _pool() -> Any:
