@@ -106,9 +106,9 @@ class Layout:
     def buffer_count(self, rank: int = 0) -> int: ...
     def join(self, wanted: Layout | None = None, lent: bytes = ...) -> Layout:
         """Returns the tensors and boxes of `wanted` (None: all) as seen by a process that reads the memory of all
-        ranks.  Their shards are on one rank; buffer b of rank r becomes b + the number of buffers of the ranks before
-        r.  Of equal boxes only one stays, so that the ranks share the work.  lent: a byte for each buffer, 0 if the
-        buffer cannot be read.  A tensor is left out if it is wanted only from such buffers."""
+        ranks.  All shards are on one rank; buffer b of rank r becomes b + the number of buffers of the ranks before r.
+        Of equal boxes only one stays, so that the ranks share the work.  lent: a byte for each buffer, 0 if the buffer
+        cannot be read.  A tensor is left out if it is wanted only from such buffers."""
     def without(self, other: Layout, /) -> Layout:
         """Returns the tensors that `other` lacks."""
     def beside(self, other: Layout, first: int) -> Layout:
@@ -308,7 +308,7 @@ class Memory:
     def fileno(self) -> int: ...
     def retire(self) -> bool:
         """Returns whether memory of BufferTable.lend may be given back, because no process that needs it has it open.
-        If so, no process can open it from now on."""
+        If this returns True, no process can open the memory from now on."""
     address: Final[int]
     nbytes: Final[int]
     def __buffer__(self, flags: int, /) -> memoryview: ...  # writable bytes; of the host only

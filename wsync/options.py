@@ -92,9 +92,9 @@ class Options:
             more threads: the rank's share of the host's cores.
         directory: where wsync makes its sockets.  None stands for the temporary directory.
         checkpoint: folder of the model's Hugging Face checkpoint.  When a trainer connects, wsync
-            compares the trainer's names and shapes with it.  None looks for the folder that the
-            engines were started from; "" switches the comparison off.  slime's updaters pass
-            args.hf_checkpoint.
+            compares the trainer's names and shapes with this checkpoint.  None looks for the folder
+            that the engines were started from; "" switches the comparison off.  slime's updaters
+            pass args.hf_checkpoint.
         keep: tensors that nobody delivers and that stay as they are in engines without wsync's
             receiver.  Give names in the checkpoint, or shell patterns ("model.visual.*"; "*" also
             matches dots).  A tensor of the checkpoint that is neither delivered nor named here is

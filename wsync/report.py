@@ -38,7 +38,8 @@ class Report:
     phases staging, engine, gather and copy are not a part of the pause.  The time between `stage`
     and `commit` is in none of these numbers.
     `engine_pause_seconds` and `engine_flush_seconds` are the times that the slowest engine took to
-    stop and to empty its cache, as rank 0 saw it.  Engines do this together, during other phases.
+    stop and to empty its cache, as rank 0 saw it.  Engines stop and empty their caches together,
+    during other phases.
 
     `delivered_nbytes` is the sum over all workers.  `redundancy` is delivered bytes divided by the
     bytes that the workers need, in the trainer's dtype.

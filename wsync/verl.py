@@ -76,14 +76,15 @@ class Server:
 
 
 class _SglangServer(HttpHandle):
-    """Stays paused after an update: verl resumes it once its KV cache has memory again."""
+    """An SGLang server.  It stays paused after an update, because verl resumes it once its KV cache
+    has memory again."""
 
     def resume(self, timeout: float) -> None:
         self._end(timeout)
 
 
 class _VllmServer(VllmHandle):
-    """The same for vLLM, which verl itself pauses and resumes."""
+    """A vLLM server, which verl itself pauses and resumes."""
 
     def pause(self, mode: str, timeout: float) -> None:
         self._mode = mode

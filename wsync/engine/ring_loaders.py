@@ -188,7 +188,8 @@ class Loader:
         self._loaded = set()
 
     def load(self, round: int) -> None:
-        """Loads a round.  Its slot is free when the stream gets here, or now without a stream."""
+        """Loads a round.  The round's slot is free when the stream gets here.  Without a stream, it
+        is free when this returns."""
         self._attached()
         self._loaded.add(round)
 
@@ -352,7 +353,8 @@ class ModuleLoader(RoutedLoader):
     """Copies tensors to the parameters and persistent buffers of the same names in a module.
 
     An unknown name is an error, and so is a parameter that is not delivered.  If a tensor has
-    several names (a tied head), one is enough; further ones must be delivered with the same values.
+    several names (a tied head), one name is enough.  Further names must be delivered with the same
+    values.
     """
 
     def __init__(self, module: torch.nn.Module, *, threads: int = 1) -> None:

@@ -22,7 +22,7 @@ class Introduction:
 
     gpu: the UUID of the GPU on which the rank's rounds are; "" if they are on the host.
     version: of NCCL; 22809 is 2.28.9, and 0 is none.
-    address: the address at which the others meet it with NCCL, "" if NCCL is not possible.
+    address: the address at which other ranks meet this rank with NCCL; "" if NCCL is not possible.
     lacks: why NCCL is not possible, as the end of a sentence that begins with a name; "" if it is.
     host: the host's identity.  free_nbytes: memory that is free, of the GPU or of the host.
     """

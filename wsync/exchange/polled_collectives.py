@@ -47,7 +47,7 @@ class Collectives:
         self._underway: set[Collective] = set()  # started, and not yet seen to end
 
     def start(self, name: str, *arguments: Any) -> Collective:
-        """Starts the backend's collective of that name; `finish` waits for it.
+        """Starts the backend's collective of this name; `finish` waits for the collective.
 
         Raises:
             StateError: after close.

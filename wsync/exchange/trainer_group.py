@@ -97,7 +97,8 @@ class TrainerGroup:
             raise
 
     def _join(self, members: list[int], meeting: str) -> tuple[Any, Any, str]:
-        """Meets the others and connects to them; (gloo group, store of this group only, name)."""
+        """Meets the other ranks and connects to them.  Returns (gloo group, store of this group
+        only, name)."""
         # only a clone gets this timeout: the trainer's calls need the default, minutes long
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()

@@ -94,13 +94,13 @@ class Rendezvous:
         device: torch.device = _HOST,
         collective_timeout: float | None = None,
     ) -> UpdateGroup:
-        """Joins the others, within `timeout` seconds.
+        """Joins the other members, within `timeout` seconds.
 
         Another thread makes the group, because calls of a store do not return while its host is
         stopped.  A group that comes too late is left again.
 
         Args:
-            check: called in this thread while it waits for the others.
+            check: called in this thread while it waits for the other members.
             device: the device from which the group sends, as `device_of` gives it.
             collective_timeout: seconds that a collective may take; None: `timeout`.
 

@@ -245,7 +245,7 @@ def load(data: bytes) -> object:
     """Unpickles a payload.
 
     Anyone who reaches an engine's API can send a payload, so only the globals below are called.
-    They make tensors in host memory and bucket metadata, which becomes wsync's
+    These globals make tensors in host memory and bucket metadata, which becomes wsync's
     FlattenedTensorMetadata.  Anything else is a ProtocolError that names it.
     """
     try:

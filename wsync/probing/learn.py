@@ -76,9 +76,9 @@ def learn(
 
     targets: all tensors that the load may write to; they share no elements.  sources: all tensors
     to load.  given: sources whose values matter, such as shapes.  values: two functions
-    that return values for a source.  Both return the given sources unchanged.  For the others, they
-    return random values.  Those of the second function are near 1, so that a load can compute with
-    them.
+    that return values for a source.  Both functions return the given sources unchanged.  For all
+    other sources, they return random values.  The values of the second function are near 1, so that
+    a load can compute with them.
 
     Raises:
         NotLearntError: if the load is given only the sources that it computes with, it does

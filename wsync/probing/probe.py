@@ -43,9 +43,9 @@ class Overwriting:
     """Inverts all bytes of the targets and then calls a load.  A place that the load does not write
     to stays inverted; to restore it, its bytes are inverted again.
 
-    At first the load is given views that have few elements in memory.  If it fails, it is given
-    tensors with memory for all elements from then on, because it may write to them, or read their
-    strides.
+    At first the load is given views that have few elements in memory.  If the load fails, it is
+    given tensors with memory for all elements from then on, because it may write to them, or read
+    their strides.
     """
 
     def __init__(self, load: Load, targets: Sequence[torch.Tensor]) -> None:

@@ -302,8 +302,8 @@ class _Source(NamedTuple):
     @staticmethod
     def of(folder: str, given: Mapping[str, TensorFacts]) -> _Source | None:
         """Reads a checkpoint; returns None if nothing can be compared.  given: the delivered
-        tensors.  If there are no codes among them, a weight of unknown shape replaces its codes and
-        scales in the checkpoint."""
+        tensors.  If there are no codes among the delivered tensors, a weight of unknown shape
+        replaces its codes and scales in the checkpoint."""
         coded = any(map(_is_part, given.values()))
         config: Mapping[str, Any] = {}
         try:
@@ -355,7 +355,7 @@ def _as_given(
     places: Mapping[str, Stored], given: Mapping[str, TensorFacts]
 ) -> Mapping[str, Stored]:
     """A checkpoint's tensors under the delivered names.  Names of a base model get the prefix that
-    engines add.  Fused experts become single ones if they are delivered one by one."""
+    engines add.  Fused experts become single experts if they are delivered one by one."""
     found = dict[str, Stored]()
     bases = [base for base in _BASES if not any(name.startswith(base) for name in places)]
     for name, place in places.items():

@@ -244,7 +244,8 @@ class Connection:
     def _send_model(
         self, blobs: dict[int, bytes], deadline: Deadline, show: Callable[[int], tqdm[None]]
     ) -> None:
-        """Lets all workers that asked to learn do so at the same time."""
+        """Sends the list of the model's tensors to all workers that asked to learn, so that they
+        learn at the same time."""
         learning = [s for s in self._receivers if blobs[s.worker] == LEARN]
         if not learning:
             return

@@ -262,8 +262,8 @@ class Lending:
         return self.pattern != former
 
     def _learn(self, owner: int, told: Any, doors: dict[int, _core.Exporter]) -> None:
-        """Processes what one rank has told.  All ranks do this in the same order of ranks, so that
-        no two ranks wait for each other."""
+        """Processes what one rank has told.  All ranks process each other's facts in the same
+        order, so that no two ranks wait for each other."""
         self.places[owner] = [place and Bound(*place) for place in told["places"]]
         lent = bytes(place is not None for place in self.places[owner])
         known = (told["place"], lent)

@@ -221,9 +221,9 @@ class Planning:
         return mine[0] if mine else default() if gpus else ""
 
     def _may_be_large(self, device: _core.Device) -> bool:
-        """Whether rounds can be larger than usual, because every rank's GPU has room.  Not with
-        Options.park, because the memory is needed between updates; and not with remote engines,
-        because their free memory is not known here."""
+        """Whether rounds can be larger than usual, because every rank's GPU has room.  This is
+        False with Options.park, because the memory is needed between updates.  It is also False
+        with remote engines, because their free memory is not known here."""
         asked = self.options.round_nbytes or self.options.ring_nbytes or self.options.park
         remote = bool(self.roster.taking(Delivery.REMOTE))
         if asked or self.roster.takes_buckets or remote:

@@ -21,8 +21,9 @@ _MERGED_NBYTES: Final = 1 << 20  # of the table, in one step
 class Image:
     """A rank's codes and scales, made anew at the start of every update.
 
-    Each rank quantises what it holds.  If several ranks hold elements of one block, each finds its
-    largest element first, and all use the largest of these.  No weight moves.
+    Each rank quantises what it holds.  If several ranks hold elements of one block, each of these
+    ranks first finds its own largest element.  Then all of them use the largest of these elements.
+    No weight moves.
 
     Args:
         model: the merged layout of all ranks.

@@ -33,8 +33,8 @@ class ServerProcess:
     """An engine's process, with a readable log.  `url` is the engine's address.  Call `close`, or
     use `with`.
 
-    The standard input and output are pipes.  When its input ends, the child concludes that its
-    parent has ended.  The standard error is a file; `log` reads it for messages.  `options` are
+    The standard input and output are pipes.  When the child's input ends, the child concludes that
+    its parent has ended.  The standard error is a file; `log` reads it for messages.  `options` are
     Popen's.
     """
 

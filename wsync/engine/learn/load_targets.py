@@ -39,7 +39,7 @@ class LoadTargets:
 
     targets: tensors that share no elements; parameters come first.  Buffers and plain attributes
     are targets if they hold floating-point values and are no caches.  Integers are targets only if
-    they are parameters, because load_weights may depend on the others.
+    they are parameters, because load_weights may depend on other integers.
 
     Raises:
         StateError: a parameter has no memory, for example because the engine sleeps.

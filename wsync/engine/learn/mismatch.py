@@ -1,7 +1,7 @@
 """Finds out whether a trainer quantises in another way than the engine.
 
-A load copies tensors, and a copy converts values to the dtype of its target.  If it converts codes,
-the results have no meaning.
+A load copies tensors, and a copy converts values to the dtype of its target.  If a copy converts
+codes, the results have no meaning.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class LearntModule(NamedTuple):
 
     method: load_weights.  memory: the tensors that load_weights may write to.  sources: the tensors
     that it is given.  does: what it does with them.  same_place: for a tensor that it loads, the
-    tensor that it skips because both are one tensor of the module.  Their values must be equal.
+    tensor that it skips because both are one tensor of the module.  Both tensors must have the same
+    values.
     """
 
     module: torch.nn.Module
@@ -50,8 +51,8 @@ class LearntModule(NamedTuple):
     same_place: Mapping[str, str]
 
     def load(self, pairs: Any, bound: Iterable[Bound] | None = None) -> None:
-        """Calls load_weights.  bound: the tensors that it may replace by others; None: all of
-        them, which takes longer."""
+        """Calls load_weights.  bound: the tensors that load_weights may replace by other tensors.
+        None stands for all tensors, which takes longer."""
         with in_place(self.module, bound):
             self.method(pairs)
 

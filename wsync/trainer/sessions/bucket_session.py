@@ -61,8 +61,9 @@ class WorkerRounds:
 
     @functools.cached_property
     def broadcasts(self) -> list[Bucket]:
-        """The same buckets, with the largest item size first.  Engines make a bucket without gaps
-        from names and shapes, and each tensor must start at a multiple of its item size."""
+        """The buckets as `buckets` has them, but with the largest item size first.  Engines make a
+        bucket without gaps from names and shapes, and each tensor must start at a multiple of its
+        item size."""
         return [
             sorted(bucket, key=lambda entry: (-entry.dtype.itemsize, entry.start_idx))
             for bucket in self.buckets

@@ -60,8 +60,9 @@ class WorkerSession:
     methods are called in the order of csrc/ipc/session.h.
 
     The worker may also map memory that the ranks lend, and copy from it.  Weights that the worker
-    cannot read in place come through its ring.  If it can read all of them, the ring carries no
-    data.  Round 0 tells the worker to read; when the round has ended, the worker has read.
+    cannot read in place come through its ring.  If the worker can read all weights in place, the
+    ring carries no data.  Round 0 tells the worker to read; when the round has ended, the worker
+    has read.
 
     Args:
         worker: the worker's number in the plan (see PlanWorker).
