@@ -233,7 +233,7 @@ class TrainerGroup:
         self.collectives.finish(started, self.timeout, self.check)
 
     def _gather(self, data: bytes, width: int) -> list[bytes]:
-        """Gathers `width` bytes of each rank, which begin with its data."""
+        """Gathers `width` bytes from each rank.  They begin with the rank's data."""
         mine = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._collect("allgather", [parts], [mine])

@@ -38,9 +38,9 @@ class LearntModule(NamedTuple):
     """What was learnt of a module's load_weights.
 
     method: load_weights.  memory: the tensors that load_weights may write to.  sources: the tensors
-    that it is given.  does: what it does with them.  same_place: for a tensor that it loads, the
-    tensor that it skips because both are one tensor of the module.  Both tensors must have the same
-    values.
+    that load_weights is given.  does: what load_weights does with these tensors.  same_place: for a
+    tensor that it loads, the tensor that it skips because both are one tensor of the module.  Both
+    tensors must have the same values.
     """
 
     module: torch.nn.Module
