@@ -188,7 +188,7 @@ class EngineCheck:
         if held not in ("", self._sent) and not taken:
             raise _core.InvalidArgumentError(
                 f"engine {name}: its weights are {held}, by {source}, but what is delivered is "
-                f"{self._sent}, which the engine would convert without a message "
+                f"{self._sent}: the engine would convert that without a message "
                 "(Options(quantise='checkpoint') delivers weights as the checkpoint has them; "
                 "Options(checkpoint=DIR) names the folder that the engine was started from, if "
                 "another folder has its path here)"
