@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import requests
 import torch
 from support import guide, megatron_cases, snippets, tiny_qwen3
 from support.procs import Ranks
+from support.servers import await_that
 from support.vllm_engine import VllmEngine
 from support.weights_only_engine import ProcessEngine
 from support.workers import ThreadEngine
@@ -31,7 +33,7 @@ from wsync.vllm import WorkerExtension
 
 # What runs each block of the README and the guide, by its beginning; or why nothing does.
 RUN_BY = {
-    "if sync.stage(version=7):": "test_the_two_halves_of_an_update",
+    "def generate": "test_the_two_halves_of_an_update",
     "pip install '.[demo]' && wsync demo": "nothing: .ci/run installs it; tests/test_demo.py",
     "pip install .  ": "nothing: .ci/run installs it",
     "--custom-megatron-init-path": "tests/test_slime.py",
@@ -83,16 +85,32 @@ def test_every_block_of_the_guide_is_run_or_says_why_not() -> None:
         assert all(name in globals() or (guide.ROOT / name).exists() for name in named_there)
 
 
-def test_the_two_halves_of_an_update(server: str) -> None:
-    (block,) = (each for each in guide.all_blocks() if each.startswith("if sync.stage"))
+def test_the_two_halves_of_an_update(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user has tokens of the old weights before and after the new ones are staged."""
+    (block,) = (each for each in guide.all_blocks() if each.startswith("def generate"))
     weights = tiny_qwen3.draw(tiny_qwen3.dense(), 8)
     options = wsync.Options(delivery="distributed", progress=False)
+    names: dict[str, Any] = {"requests": requests, "ThreadPoolExecutor": ThreadPoolExecutor}
     with wsync.connect(weights, [server], options=options) as sync:
-        named = {"sync": sync}
-        for _ in range(2):
-            exec(block, named)
-    assert named["report"].staged  # type: ignore[attr-defined]
-    assert wsync.handle(server).model_info(30)["weight_version"] == "7"
+        sync.update(version=7)
+        stage = sync.stage
+
+        def between_tokens(**given: Any) -> bool:
+            await_tokens(3)
+            brought = stage(**given)
+            await_tokens(len(names["versions"]) + 3)
+            return brought
+
+        def await_tokens(count: int) -> None:
+            await_that(lambda: len(names["versions"]) >= count, f"{count} tokens have come")
+
+        monkeypatch.setattr(sync, "stage", between_tokens)
+        names |= {"url": server, "sync": sync}
+        exec(block, names)
+    assert names["report"].staged
+    versions = names["versions"]
+    assert versions[:6] == ["7"] * 6 and versions[-1] == "8" and versions == sorted(versions)
+    assert len(names["tokens"]) == 3 + len(versions)
 
 
 def test_a_training_loop_of_megatron(server: str) -> None:

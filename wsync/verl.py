@@ -6,13 +6,10 @@ verl loads it if the configuration says so, under `actor_rollout_ref.rollout`:
 checkpoint_engine:
   backend: wsync
   custom_backend_module: wsync.verl
-  engine_kwargs:
-    wsync: {deadline: 300}
+  engine_kwargs: {wsync: {deadline: 300}}
 engine_kwargs:
-  sglang:
-    custom_weight_loader: [wsync.sglang.load_weights]
-  vllm:
-    worker_extension_cls: wsync.verl.WorkerExtension
+  sglang: {custom_weight_loader: [wsync.sglang.load_weights]}
+  vllm: {worker_extension_cls: wsync.verl.WorkerExtension}
 ```
 
 `engine_kwargs.wsync` takes the fields of `wsync.Options`, and `timeout` (see
