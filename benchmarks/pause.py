@@ -2,7 +2,8 @@
 
 One trainer process and one engine process.  wsync's figure is `Report.paused`: from the request to
 pause until the engine generates again.  The peers' way pauses the engine for the whole update.  The
-floor is one memcpy of the weights, which the engine cannot do without.
+floor is one memcpy of the weights, which the engine cannot do without.  `pause_serving` adds
+engines that answer requests meanwhile, in each pause mode.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import wsync
-from benchmarks import peers
+from benchmarks import pause_serving, peers
 from benchmarks.bucket import bucket_class, qwen3_shapes
 from benchmarks.consumer import Consumer, digest
 
@@ -76,6 +77,7 @@ def run() -> Iterator[dict[str, Any]]:
                     "verified": verified,
                     "figure": f"the whole update {whole:.3f} s",
                 }
+    yield from pause_serving.run()
 
 
 def _memcpy(nbytes: int) -> float:
