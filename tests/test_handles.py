@@ -223,7 +223,7 @@ def test_a_server_that_was_started_again_with_other_arguments_is_refused(
 
 
 def test_a_server_that_drafts_when_it_is_started_again_is_refused(server: FakeServer) -> None:
-    """wsync's loader would leave the layers that it drafts with as they are."""
+    """Its workers expect as many drafts as it had when the trainer connected."""
     loader: dict[str, Any] = {"custom_weight_loader": ["wsync.sglang.load_weights"]}
     server.answers["/server_info"] = (200, {"tp_size": 2, **loader})
     engine, told = HttpHandle(server.url), HttpHandle(server.url, workers=2)
@@ -231,7 +231,9 @@ def test_a_server_that_drafts_when_it_is_started_again_is_refused(server: FakeSe
     started = {"tp_size": 2, "speculative_algorithm": "EAGLE", "model_path": "/m"}
     server.answers["/server_info"] = (200, started | loader)
     for made in (engine, told):
-        with pytest.raises(wsync.RemoteError, match="drafting with layers of its model, and had 2"):
+        with pytest.raises(
+            wsync.RemoteError, match="and a model that draft with its layers, and had 2"
+        ):
             made.look_anew(5)
     server.answers["/server_info"] = (200, {"tp_size": 2})
     stock = HttpHandle(server.url)
@@ -568,15 +570,8 @@ def test_an_update_without_version_sends_none(server: FakeServer) -> None:
     assert "weight_version" not in server.seen[-1][1]
 
 
-def test_a_control_message_is_for_the_model_and_not_for_its_draft(server: FakeServer) -> None:
-    server.answers["/update_weights_from_tensor"] = (200, {"success": True, "message": ""})
-    engine = HttpHandle(server.url, workers=1)
-    engine.update_weights([b"x"], load_format=LOAD_FORMAT, weight_version=None, timeout=60)
-    body = server.seen[-1][1]
-    assert (body["disable_draft_model"], body["selector"]) == (True, "target")
-
-
 OWN_LAYERS = {"speculative_algorithm": "EAGLE", "model_path": "/model"}
+STEPS = {"enable_multi_layer_eagle": True, "speculative_num_steps": 3}
 OTHER = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
 
 
@@ -586,7 +581,9 @@ OTHER = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/he
         (OTHER, None, "target"),
         (OTHER, LOAD_FORMAT, "target"),
         (OTHER | {"speculative_algorithm": "EAGLE"}, None, "target"),
-        (OWN_LAYERS, LOAD_FORMAT, "target"),
+        (OWN_LAYERS, LOAD_FORMAT, None),
+        (OWN_LAYERS | STEPS | {"version": "0.5.20"}, None, "target"),
+        (OWN_LAYERS | STEPS | {"version": "0.5.21"}, None, None),
         (OWN_LAYERS, None, None),
         (OWN_LAYERS | {"speculative_draft_model_path": "/model"}, None, None),
         # SGLang 0.5.11 and 0.5.17, after a load from disk
@@ -595,7 +592,7 @@ OTHER = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/he
             | {"model_path": "/v1", "tokenizer_path": "/m"},
             *(None, None),
         ),
-        ({"speculative_algorithm": "NGRAM"}, None, None),
+        ({"speculative_algorithm": "NGRAM"}, None, "target"),
         ({"speculative_algorithm": None}, None, None),
     ],
 )
@@ -625,32 +622,31 @@ def test_a_draft_is_not_processed_for_a_question(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("started", "options", "delivery"),
+    ("started", "drafts"),
     [
-        (OWN_LAYERS, {}, "stock"),
-        (OWN_LAYERS | {"speculative_draft_model_path": "/model"}, {}, "stock"),
-        (OWN_LAYERS, {"delivery": "distributed"}, "broadcast"),
-        (OWN_LAYERS, {"delivery": "wsync"}, "wsync"),
-        (OWN_LAYERS | {"speculative_draft_model_path": "/head"}, {}, "wsync"),
-        (OWN_LAYERS | {"speculative_algorithm": "NGRAM"}, {}, "wsync"),
-        ({"speculative_algorithm": None, "model_path": "/model"}, {}, "wsync"),
+        (OWN_LAYERS, 1),
+        (OWN_LAYERS | {"speculative_draft_model_path": "/model"}, 1),
+        (OWN_LAYERS | STEPS, 3),
+        (OWN_LAYERS | {"speculative_draft_model_path": "/head"}, 0),
+        (OWN_LAYERS | {"speculative_algorithm": "NGRAM"}, 0),
+        ({"speculative_algorithm": None, "model_path": "/model"}, 0),
     ],
 )
-def test_an_engine_that_drafts_with_its_models_own_layers_takes_buckets(
-    server: FakeServer, started: Any, options: Any, delivery: str
+def test_an_engine_tells_how_many_drafts_are_updated_with_its_model(
+    server: FakeServer, started: Any, drafts: int
 ) -> None:
     known = {"tp_size": 1, "custom_weight_loader": [LOAD_FORMAT]}
     server.answers["/server_info"] = (200, known | started)
-    found = RolloutEngine.of(handle(server.url), None, wsync.Options(**options), 1)
-    assert found.delivery == delivery
+    found = RolloutEngine.of(handle(server.url), None, wsync.Options(), 1)
+    assert (found.delivery, found.drafts) == ("wsync", drafts)
 
 
 @pytest.mark.parametrize(
     ("started", "delivery", "text"),
     [
         (OTHER, "auto", "/head, which updates do not change"),
-        (OWN_LAYERS, "wsync", "layers of its model, which updates do not change"),
-        (OWN_LAYERS, "auto", ""),  # buckets reach them
+        (OWN_LAYERS | STEPS | {"version": "0.5.17"}, "auto", "layers of its model, which updates"),
+        (OWN_LAYERS, "auto", ""),
     ],
 )
 def test_a_trainer_is_told_of_a_draft_that_stays(

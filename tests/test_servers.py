@@ -18,7 +18,7 @@ import pytest
 import requests
 import torch
 from support import guide
-from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, eagle3
+from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, eagle3, predicting
 from support.server_phases import before
 from support.servers import Fresh, everyday, packages
 from support.sglang_server import (
@@ -338,6 +338,25 @@ def test_a_draft_of_another_model_stays_as_it_is(drafting: tuple[Server, Pair], 
             (now,) = checksums(server)
             changed = {name for name in before if before[name] != now[name]}
             assert changed == (set() if number else before.keys() - drafts)
+
+
+@pytest.mark.parametrize("kind", [NEWEST, pytest.param("sglang0517", marks=pytest.mark.slow)])
+def test_a_draft_with_the_models_own_layers_is_updated_with_it(kind: str, tmp_path: Path) -> None:
+    """On a CPU, SGLang 0.5.17 tells no checksums, and ends if a draft is given wrong weights."""
+    first, second = (predicting(tmp_path / str(seed), seed) for seed in (1, 2))
+    start = Nursery(packages(kind), tmp_path / "nursery")
+    with Drafting(start, first, tmp_path / "log") as server:
+        before = [] if kind != NEWEST else checksums(server)
+        with connect(server, second.weights, delivery="auto") as sync:
+            for number, model in enumerate((second, first)):
+                report = sync.update(model.weights, version=str(number))
+                assert (report.paths, report.unused) == ({server.url: "ring"}, ())
+                if kind == NEWEST:
+                    (now,) = checksums(server)
+                    changed = {name for name in now if before[0][name] != now[name]}
+                    assert changed == (set() if number else now.keys())
+                    assert sum(map(of_draft, now)) > 5
+    start.close()
 
 
 @pytest.mark.slow

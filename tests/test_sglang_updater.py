@@ -50,15 +50,42 @@ def test_a_loader_fault_leaves_the_server_alive(engine: SglangProcesses) -> None
     assert (engine.version, engine.paused) == ("3", False)
 
 
-def test_a_draft_model_does_not_take_the_models_place(engine: SglangProcesses) -> None:
-    engine.prepare("qwen3")
-    engine.draft = True
-    try:
-        with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
-            sync.update(engine.weights(5))
-    finally:
-        engine.draft = False
-    assert engine.is_loaded(5)
+def started(drafts: int) -> dict[str, object]:
+    steps = {"enable_multi_layer_eagle": drafts > 1, "speculative_num_steps": drafts}
+    return {"speculative_algorithm": "EAGLE", **steps}
+
+
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_drafts_with_the_models_layers_are_updated_with_it(
+    engine: SglangProcesses, drafts: int
+) -> None:
+    engine.prepare("glm4_moe", drafts=drafts)
+    engine.started = started(drafts)
+    without = {name: t for name, t in engine.weights(4).items() if ".layers.2." not in name}
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        for seed in (1, 2, 3):
+            report = sync.update(engine.weights(seed), version=seed)
+            assert engine.is_loaded(seed)
+            assert (report.redundancy, report.unused) == (1.0, ())
+    with wsync.connect(without, engines=[engine], options=OPTIONS) as sync:
+        sync.update()
+    assert not any(path.startswith("0.") for path in engine.differing(4)[0])
+    assert not any(path.startswith("1.model.eh_proj") for path in engine.differing(3)[0])
+    engine.started = started(3)
+    with wsync.connect(engine.weights(5), engines=[engine], options=OPTIONS) as sync:
+        with pytest.raises(wsync.RemoteError, match=f"3 by the engine.* gives weights to {drafts}"):
+            sync.update()
+
+
+def test_a_draft_that_nobody_tells_of_stays_as_it_is(engine: SglangProcesses) -> None:
+    engine.prepare("glm4_moe", drafts=1)
+    before = engine.ask("found")
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(engine.weights(5))
+    for found, old in zip(engine.ask("found"), before, strict=True):
+        kept = {path for path in found if path.endswith("weight") and found[path] == old[path]}
+        own = {path for path in found if path.startswith("1.") and path.endswith("weight")}
+        assert kept == own - {"1.lm_head.weight", "1.model.embed_tokens.weight"}
 
 
 def test_weights_that_sglang_has_rewritten_are_refused(engine: SglangProcesses) -> None:

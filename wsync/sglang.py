@@ -10,12 +10,14 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from wsync._core import Layout, UnsupportedError
+from wsync.engine.drafts import with_drafts
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver, refuse
 from wsync.engine.ring_loaders import OnWeightsLost, ignore_loss
@@ -31,10 +33,12 @@ _CACHE_SCALES: Final = ("*.attn*.[kv]_scale",)
 _DERIVED: Final = ("_scale_inv_swizzled", "_scale_inv_deepgemm", "_scale_inv_shuffled")
 _UPDATER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _UE8M0: Final = (torch.uint8, torch.int32)  # scales of MXFP8; of DeepGEMM, four in a word
-_RECEIVER: Final = "_wsync_receiver"  # attribute of a model
+_RECEIVER: Final = "_wsync_receiver"  # attributes of a model
+_LOADER: Final = "_wsync_loader"
 _THREAD: Final = "_wsync_thread"  # attribute of a pipeline stage's model
 # SGLang's names of models that only draft tokens
 _DRAFT: Final = re.compile(r"(NextN|MTP|Eagle\d*)$")
+_drafts: Final[list[Any]] = []  # these models of this process, in SGLang's order
 
 
 def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
@@ -58,12 +62,15 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """
     control = None
     try:
-        if _DRAFT.search(type(model).__name__):
-            # SGLang calls this for the draft, too, but the session is the main model's
-            _log.warning("%s is a draft model, which wsync does not update", type(model).__name__)
-            return
         place = WorkerPlace.find()
         with _lock:
+            if _DRAFT.search(type(model).__name__):
+                # SGLang also calls this for drafts; the main model's session is theirs, too
+                if model not in _drafts:
+                    _drafts.append(model)
+                return
+            if not named_tensors:
+                return  # a request of `show_drafts`
             own = named_tensors[place.stage : place.stage + 1]
             control = payload.control_bytes(own)
             if len(named_tensors) != place.stages:
@@ -71,17 +78,34 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
                     f"pp_size {place.stages}: the trainer has sent {len(named_tensors)} messages, "
                     "because its handle of this engine does not report pp_size in server_info"
                 )
+            message = Control.from_bytes(control or b"")
             receiver = vars(model).get(_RECEIVER)
             if receiver is None:
-                receiver = Receiver(SglangLoader(model), worker=place.worker)
+                vars(model)[_LOADER] = SglangLoader(model)
+                receiver = Receiver(vars(model)[_LOADER], worker=place.worker)
                 vars(model)[_RECEIVER] = receiver
+            if message.op == "open":
+                vars(model)[_LOADER].include(model, _drafts_for(message))
         if place.stages == 1:
             _answer(receiver, own)
         else:
-            _answer_in_thread(model, receiver, own, Control.from_bytes(control or b""))
+            _answer_in_thread(model, receiver, own, message)
     except Exception as error:
         _log.exception("an update failed before this worker could connect to the trainer")
         refuse(control, error)
+
+
+def _drafts_for(message: Control) -> Mapping[str, Any]:
+    """The drafts that an update delivers, by the names that SGLang's checksums have."""
+    if not message.drafts:
+        return {}
+    if message.drafts != len(_drafts):
+        raise UnsupportedError(
+            f"drafts with layers of the model: {message.drafts} by the engine's arguments, but "
+            f"SGLang gives weights to {len(_drafts)}"
+        )
+    names = [f"draft_step_{step}" for step in range(message.drafts)]
+    return dict(zip(names if message.drafts > 1 else ["draft"], _drafts, strict=True))
 
 
 def _answer(receiver: Receiver, own: list[tuple[str, Any]]) -> None:
@@ -145,8 +169,18 @@ class SglangLoader(RecordedLoader):
     """Learns from load_weights where tensors go; refuses weights that SGLang rewrites after it has
     loaded them.
 
-    Scales of the KV cache stay as they are if the trainer delivers none.
+    Scales of the KV cache stay as they are if the trainer delivers none, and so does a draft if the
+    trainer has none of its layers.
     """
+
+    _drafts: Mapping[str, torch.nn.Module] = MappingProxyType({})
+
+    def include(self, model: torch.nn.Module, drafts: Mapping[str, torch.nn.Module]) -> None:
+        """Makes further updates load a model together with these drafts, by name."""
+        if {**drafts} != {**self._drafts}:
+            self._drafts = drafts
+            self._module = with_drafts(model, drafts) if drafts else model
+            self._model = []  # learns it anew
 
     def learn(self, model: Layout, on_weights_lost: OnWeightsLost = ignore_loss) -> bytes:
         reason = rewritten(self._module)
@@ -161,6 +195,15 @@ class SglangLoader(RecordedLoader):
         if cut := _cut_word(self._module, packed):
             raise UnsupportedError(cut)
         return super().learn(model, on_weights_lost)
+
+    def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
+        for name in self._drafts:
+            begin = f"{name}."
+            own = {p: t.nbytes for p, t in self._module.named_parameters() if p.startswith(begin)}
+            if own.items() <= lacking.items():
+                _log.warning("%s stays as it is: the trainer has none of its layers", name)
+                lacking = {path: nbytes for path, nbytes in lacking.items() if path not in own}
+        super().check_delivered(lacking, unused)
 
     def stays(self, path: str) -> bool:
         cache = any(fnmatch.fnmatchcase(path, pattern) for pattern in _CACHE_SCALES)

@@ -250,7 +250,7 @@ class Sync(Updates):
         roster = Roster(
             [hosts.index(host) for host in hosts],
             self._gather(),
-            [RolloutEngine(name, n, Delivery(how), gpu) for name, n, how, gpu in found],
+            [RolloutEngine(name, n, Delivery(how), *rest) for name, n, how, *rest in found],
         )
         roster.check(self.options)
         if roster.taking(Delivery.STOCK) or roster.taking(Delivery.BROADCAST):

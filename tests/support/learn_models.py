@@ -35,6 +35,7 @@ from support.digests import everything
 from support.workers import ThreadEngine
 
 import wsync
+from wsync.engine.drafts import with_drafts
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.messages import payload
 from wsync.sglang import SglangLoader
@@ -136,12 +137,15 @@ def model_of(family: str, changes: str, draft: bool) -> tuple[Any, tiny_models.S
 
 
 def build(family: str, draft: bool, config: Any, options: list[Any]) -> torch.nn.Module:
+    like, (own, given) = draft_models.LIKE.get(family, family), map(copy.deepcopy, [config] * 2)
+    alone = draft and family.endswith("_text")  # engines have no class for the model
+    model = torch.nn.Module() if alone else HOST.build(like, own, *options)  # first, as engines do
     if not draft:
-        model: torch.nn.Module = HOST.build(family, config, *options)
         return model
-    if sys.argv[1] == "sglang":
-        return draft_models.build(HOST, family, config)
-    return draft_models.share(HOST.build_draft(config))
+    sglang = sys.argv[1] == "sglang"
+    made = draft_models.build(HOST, family, given) if sglang else HOST.build_draft(given)
+    draft_models.share(made)
+    return made if alone else with_drafts(model, {"draft": made})
 
 
 def run(case: dict[str, Any], rank: int, config: Any, shapes: tiny_models.Shapes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from support import draft_models
 
 from wsync.demo import cpu_server
 
@@ -91,6 +92,21 @@ def checkpoint(
     for tensor in weights.values():
         torch.nn.init.normal_(tensor, std=0.3 if tensor.dim() > 1 else 1.0)
     model.save_pretrained(folder)
+    return Checkpoint(folder, model, weights)
+
+
+def predicting(folder: Path, seed: int) -> Checkpoint:
+    """A model of MiMo's kind: Qwen2 and a layer of multi-token prediction, which has no place in
+    transformers."""
+    model: Any = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SIZES))
+    torch.manual_seed(seed)
+    shapes = {name: (tuple(p.shape), p.dtype) for name, p in model.named_parameters()}
+    shapes |= draft_models.layer_tensors("mimo", shapes, _SIZES["num_hidden_layers"])
+    weights = {name: torch.randn(shape) for name, (shape, _) in shapes.items()}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    own = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict() | own))
     return Checkpoint(folder, model, weights)
 
 

@@ -34,7 +34,7 @@ class SglangProcesses:
         places = [str(SCRIPT), str(tree), str(packages), str(self.workers)]
         self._command = [sys.executable, "-P", *places]
         self.processes = [self._start(rank) for rank in range(self.workers)]
-        self.draft = False
+        self.started: dict[str, Any] = {}  # the arguments that it reports
         self.version: str | None = None
         self.paused = False
         self.checkpoint: tiny_models.Shapes = {}
@@ -57,14 +57,15 @@ class SglangProcesses:
         changes: dict[str, Any] | None = None,
         method: Sequence[Any] = (),
         alone: bool = False,
+        drafts: int = 0,
     ) -> None:
         """Starts with another model.
 
-        ep: among how many workers its experts are divided.  changes: of the config.  method, alone:
-        as the worker has them.
+        ep: among how many workers its experts are divided.  changes: of the config.  method, alone,
+        drafts: as the worker has them.
         """
-        self.version, self.paused = None, False
-        shapes = self.ask("prepare", family, ep, changes or {}, method, alone)[0]
+        self.version, self.paused, self.started = None, False, {}
+        shapes = self.ask("prepare", family, ep, changes or {}, method, alone, drafts)[0]
         self.checkpoint = {
             name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()
         }
@@ -90,6 +91,9 @@ class SglangProcesses:
             raise ConnectionError(f"worker {rank} has ended: {said}")
         return json.loads(line)
 
+    def server_info(self) -> dict[str, Any]:
+        return self.started
+
     def pause_generation(self) -> None:
         self.paused = True
 
@@ -105,7 +109,7 @@ class SglangProcesses:
         flush_cache: bool = True,
         weight_version: str | None = None,
     ) -> dict[str, Any]:
-        answers = self.ask("update", load_format, self.draft, each=serialized_named_tensors)
+        answers = self.ask("update", load_format, each=serialized_named_tensors)
         assert answers == [[True, "Success"]] * self.workers
         if weight_version is not None:
             self.version = weight_version

@@ -11,7 +11,7 @@ from support.server_models import PATIENCE
 
 NEWEST = "sglang0523"
 _SITE = Path(__file__).with_name("sglang_site")
-_MODELS = ("llama", "llama_eagle3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_MODELS = ("llama", "llama_eagle3", "mimo", "mimo_mtp", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 class Server(servers.Server):
@@ -56,13 +56,14 @@ class Awake(Server):
 
 
 class Drafting(Awake):
-    """One that drafts tokens with another model, in a folder that the setting `draft` names.  It
-    generates nothing: on a CPU drafts need kernels."""
+    """One that drafts tokens with the model in the folder that the setting `draft` names, or with
+    its own layers.  It generates nothing: on a CPU drafts need kernels."""
 
     def _arguments(self, meeting: int) -> list[str]:
         words = super()._arguments(meeting)
-        words += ["--speculative-algorithm", "EAGLE3"]
-        words += ["--speculative-draft-model-path", str(self._settings["draft"])]
+        draft = self._settings.get("draft")
+        words += ["--speculative-algorithm", "EAGLE3" if draft else "EAGLE"]
+        words += ["--speculative-draft-model-path", str(draft or self.model.folder)]
         words += ["--speculative-num-steps", "1", "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", "2"]
         return [*words, "--speculative-draft-attention-backend", "intel_amx"]

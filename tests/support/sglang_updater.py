@@ -24,7 +24,7 @@ if __name__ == "__main__":
     sys.path.insert(1, str(Path(__file__).parent.parent))
 
 import torch
-from support import quantised_models, sglang_host, tiny_models
+from support import draft_models, quantised_models, sglang_host, tiny_models
 from support.digests import digests
 
 from wsync import sglang
@@ -39,7 +39,7 @@ class Worker:
     def __init__(self, tp: int, rank: int) -> None:
         self._place = self._tp, self._rank = tp, rank
         self._method: quantised_models.Method | None = None
-        self._drafts: list[Any] = []
+        self._selected: Any = None  # what a request is for
         self._updater = self._make_updater()
         sglang.SglangLoader = self._make_loader  # type: ignore[misc, assignment]
 
@@ -50,11 +50,13 @@ class Worker:
         changes: dict[str, Any],
         method: Sequence[Any] = (),
         alone: bool = False,
+        drafts: int = 0,
     ) -> dict[str, Any]:
         """Another model in place of the one that is there; the tensors of its checkpoint.
 
         method: the fields of the quantised_models.Method that it is quantised by; it is then loaded
-        and processed as SGLang does when it starts.  alone: this worker is a whole engine.
+        and processed as SGLang does when it starts.  alone: this worker is a whole engine.  drafts:
+        so many models draft with its checkpoint's layer for that.
         """
         self._tp, self._rank = (1, 0) if alone else self._place
         self._updater = self._make_updater()
@@ -62,13 +64,17 @@ class Worker:
         self._family = family
         self._config = tiny_models.config(family, **changes)
         self._checkpoint = tiny_models.checkpoint(family, self._config)
+        if drafts:
+            extended = draft_models.extended(family, self._config, self._checkpoint)
+            self._config, self._checkpoint = extended
         self._method = None
         if method:
             sglang_host.stand_in_for_kernels()
             sglang_host.take_kv_apart_as_on_a_gpu()
             self._method = quantised_models.Method(*method)
             self._checkpoint = self._method.shapes(self._checkpoint)
-        self._model: Any = self._build()
+        self._model, *self._drafts = self._build_all(drafts)
+        sglang._drafts.clear()  # of another model
         if method:
             self._load(self._model, 0)
         self._fault = 0
@@ -93,6 +99,15 @@ class Worker:
         given = copy.deepcopy(self._config)
         return sglang_host.build(self._family, given, sglang_host.quantization(self._method, given))
 
+    def _build_all(self, drafts: int) -> list[Any]:
+        """The model and its drafts, which have the model's embedding and head."""
+        model = self._build()
+        made = [draft_models.build(sglang_host, self._family, self._config) for _ in range(drafts)]
+        for draft in made:
+            draft.model.embed_tokens.weight = model.model.embed_tokens.weight
+            draft.lm_head.weight = model.lm_head.weight
+        return [model, *made]
+
     def _load(self, model: Any, given: int | str) -> None:
         """As SGLang does when it starts."""
         model.load_weights(list(tiny_models.weights(self._checkpoint, given).items()))
@@ -113,7 +128,7 @@ class Worker:
         return weight_updater.WeightUpdater(
             **{"tp_rank": self._rank, "device": "cpu", "gpu_id": 0, "model_config": None},
             custom_weight_loaders=[LOADER],
-            get_model=lambda: self._drafts[-1] if self._drafts else self._model,
+            get_model=lambda: self._selected,
             update_model_fields=lambda *_: None,
             recapture_cuda_graph=lambda: None,
             get_model_runner=lambda: runner,
@@ -131,32 +146,34 @@ class Worker:
         """Why load_weights could not be replaced."""
         return self.loader.reason
 
-    def update(self, payload: str, load_format: str, draft: bool) -> list[Any]:
-        """A request; draft: SGLang gives it to a draft model, too, and to that first."""
+    def update(self, payload: str, load_format: str) -> list[Any]:
+        """A request.  SGLang up to 0.5.20 gives it to the draft first, newer versions last."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         named = MultiprocessingSerializer.deserialize(payload)
-        if draft:
-            self._drafts.append(type("Qwen3ForCausalLMEagle3", (torch.nn.Linear,), {})(2, 2))
-            self._updater.update_weights_from_tensor(named, load_format)
-            self._drafts.clear()
-        return list(self._updater.update_weights_from_tensor(named, load_format))
+        models = [self._model, *self._drafts]
+        for model in models if hasattr(self._updater, "end_weight_update") else models[::-1]:
+            self._selected = model
+            answer = list(self._updater.update_weights_from_tensor(named, load_format))
+        return answer
 
     def begin(self) -> None:
         """Begins a session."""
+        self._selected = self._model
         self._updater.begin_weight_update()
 
     def end(self) -> None:
         self._updater.end_weight_update(run_post_load=False)
 
     def found(self) -> dict[str, str]:
-        return digests(self._model)
+        return _digests([self._model, *self._drafts])
 
     def expected(self, given: int | str) -> dict[str, str]:
         """What the model has to hold after an update with these tensors."""
-        model = self._build()
-        self._load(model, given)
-        return digests(model)
+        models = self._build_all(len(self._drafts))
+        for model in models:
+            self._load(model, given)
+        return _digests(models)
 
     def set_fault(self, count: int) -> None:
         """Has load_weights raise after so many tensors; 0: no more."""
@@ -166,6 +183,11 @@ class Worker:
         """Leaves a layer as SGLang does that has rewritten its weights."""
         layer = self._model.get_submodule(path)
         layer.weight = torch.nn.Parameter(layer.weight.detach().t(), requires_grad=False)
+
+
+def _digests(models: Sequence[Any]) -> dict[str, str]:
+    named = enumerate(map(digests, models))
+    return {f"{number}.{path}": d for number, found in named for path, d in found.items()}
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Reads engines' answers: success or refusal in each of SGLang's forms, and texts of errors."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +46,19 @@ def drafts_itself(started: Mapping[str, Any]) -> bool:
     return algorithm in ("EAGLE", "NEXTN") and not other_draft(started)
 
 
+def drafts_of(started: Mapping[str, Any]) -> int:
+    """How many models of an SGLang server draft tokens with layers of its model's own checkpoint,
+    and can be updated.  started: the server's arguments.
+
+    Up to SGLang 0.5.20, a server with one model for each step ends when it is asked to update them.
+    """
+    if not drafts_itself(started) or not started.get("enable_multi_layer_eagle"):
+        return int(drafts_itself(started))
+    version = re.match(r"0\.(\d+)\.(\d+)", str(started.get("version")))
+    old = version is not None and tuple(map(int, version.groups())) < (5, 21)
+    return 0 if old else int(started.get("speculative_num_steps") or 1)
+
+
 def other_draft(started: Mapping[str, Any]) -> str:
     """The folder of another model with which an SGLang server drafts tokens (EAGLE3, DFLASH).  This
     is "" if the server drafts with its own model or not at all.  started: the server's arguments.
@@ -79,13 +93,13 @@ class NotOfferedError(RemoteError):
 class Setup(NamedTuple):
     """The facts about an engine that a connection depends on.
 
-    workers: the number in each pipeline stage.  loaders: custom weight loaders.  drafts: whether an
-    engine with such loaders drafts tokens with layers of its model; only buckets update these.
+    workers: the number in each pipeline stage.  loaders: custom weight loaders.  drafts: for an
+    engine with such loaders, `drafts_of`.
     """
 
     workers: int
     loaders: tuple[str, ...] = ()
-    drafts: bool = False
+    drafts: int = 0
     stages: int = 1
 
     @staticmethod
@@ -112,12 +126,13 @@ class Setup(NamedTuple):
             )
         found = started.get("custom_weight_loader")
         loaders = tuple(map(str, found)) if isinstance(found, list) else ()
-        return Setup(workers, loaders, bool(loaders) and drafts_itself(started), stages_of(started))
+        return Setup(workers, loaders, drafts_of(started) if loaders else 0, stages_of(started))
 
     def __str__(self) -> str:
         text = f"{self.workers} workers and custom weight loaders {list(self.loaders)}"
         text = text if self.stages == 1 else f"pp_size {self.stages}, {text}"
-        return f"{text}, drafting with layers of its model" if self.drafts else text
+        models = "a model" if self.drafts == 1 else f"{self.drafts} models"
+        return f"{text}, and {models} that draft with its layers" if self.drafts else text
 
 
 def check_same(name: str, before: object, now: object) -> None:

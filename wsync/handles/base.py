@@ -102,6 +102,16 @@ def send_control(
     )
 
 
+def show_drafts(engine: EngineHandle, timeout: float) -> None:
+    """Makes SGLang call wsync's loader, without a message, with each model that drafts tokens with
+    layers of the engine's model.  SGLang from 0.5.21 on calls it for these models last, so that an
+    opening message would be too late for them."""
+    from wsync.messages import payload
+
+    nothing = [payload.control()] * engine.workers
+    engine.update_weights(nothing, load_format=LOAD_FORMAT, weight_version=None, timeout=timeout)
+
+
 def handle(
     engine: object,
     *,

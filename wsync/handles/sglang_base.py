@@ -15,7 +15,7 @@ from wsync._core import (
     StateError,
     UnsupportedError,
 )
-from wsync.handles.answers import NotOfferedError, check_answer, cut, other_draft, refusal
+from wsync.handles.answers import NotOfferedError, check_answer, cut, drafts_of, refusal
 from wsync.machine.deadline import POLL_SECONDS, Deadline, seconds
 from wsync.messages.control import LOAD_FORMAT
 
@@ -136,13 +136,13 @@ class ApiHandle(ABC):
             self._sessions["known"] = False
             return None
 
-    def _for_model(self, load_format: object) -> dict[str, Any]:
-        """The arguments by which a request leaves the draft model as it is.  They are needed if
-        wsync's loader takes the request or if the draft is another model.  SGLang up to 0.5.20
-        reads disable_draft_model, newer versions read selector."""
-        if load_format == LOAD_FORMAT or other_draft(self.started):
-            return {"disable_draft_model": True, "selector": "target"}
-        return {}
+    def _for_model(self) -> dict[str, Any]:
+        """The arguments by which a request leaves drafts as they are, unless these are layers of
+        the engine's model.  SGLang up to 0.5.20 reads disable_draft_model, newer versions read
+        selector."""
+        if drafts_of(self.started) or not self.started.get("speculative_algorithm"):
+            return {}
+        return {"disable_draft_model": True, "selector": "target"}
 
     def _reprocess(self, timeout: float, **steps: bool) -> bool:
         """Calls post_process_weights; returns False if the server does not have it.  An object in
@@ -164,7 +164,7 @@ class ApiHandle(ABC):
             return timeout
         deadline, method = Deadline(timeout), "begin_weight_update"
         self._restored = False
-        wanted = {k: v for k, v in self._for_model(load_format).items() if k == "selector"}
+        wanted = {k: v for k, v in self._for_model().items() if k == "selector"}
         answer = self._session(method, deadline.left, **wanted)
         others = Deadline(_LOOKS_SECONDS)
         while refusal(answer) is not None and not sessions["left"] and others.left:

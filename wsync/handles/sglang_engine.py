@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from wsync.handles.local import LocalHandle
 _ARGUMENTS: Final = (
     *("tp_size", "pp_size", "dp_size", "enable_dp_attention", "nnodes", "tokenizer_worker_num"),
     *("speculative_algorithm", "speculative_draft_model_path", "model_path", "tokenizer_path"),
-    "enable_lora",
+    *("enable_multi_layer_eagle", "speculative_num_steps", "enable_lora"),
 )
 
 
@@ -34,6 +35,7 @@ class SglangHandle(LocalHandle):
         super().__init__(engine, workers=1)
         arguments = getattr(engine, "server_args", None)
         given = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
+        given["version"] = getattr(sys.modules.get("sglang"), "__version__", None)
         self._started = {name: value for name, value in given.items() if value is not None}
         self._started["custom_weight_loader"] = list(
             getattr(arguments, "custom_weight_loader", None) or ()
@@ -48,7 +50,7 @@ class SglangHandle(LocalHandle):
     def _update(self, payloads: Sequence[bytes], settings: dict[str, Any], timeout: float) -> None:
         form = _form("UpdateWeightsFromTensorReqInput")
         told = dict(settings)
-        if wanted := self._for_model(settings["load_format"]):
+        if wanted := self._for_model():
             known = inspect.signature(form).parameters
             told |= {name: value for name, value in wanted.items() if name in known}
         request = form(serialized_named_tensors=list(payloads), **told)

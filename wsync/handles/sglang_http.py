@@ -111,7 +111,7 @@ class HttpHandle(ApiHandle):
         if method == "update_weights_from_disk" and self.started.get("load_format") == "dummy":
             body["load_format"] = "auto"  # with "dummy" it refuses to load
         if method in ("update_weights_from_tensor", "update_weights_from_distributed"):
-            body |= self._for_model(body.get("load_format"))
+            body |= self._for_model()
         super()._do(method, body, timeout)
 
     def _call(self, method: str, timeout: float, /, **arguments: Any) -> Any:

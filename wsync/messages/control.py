@@ -3,11 +3,11 @@
 A control message travels to each worker of an engine as a uint8 tensor named `__wsync__` (see
 wsync.messages.payload.control).  Its bytes are one JSON object:
 
-    {"protocol": 2, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
-     "update": 7, "deadline": 60.0}
-    {"protocol": 2, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
+    {"protocol": 3, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
+     "update": 7, "deadline": 60.0, "drafts": 0}
+    {"protocol": 3, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
      "ahead": "rounds"}
-    {"protocol": 2, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
+    {"protocol": 3, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
@@ -59,7 +59,7 @@ trainer lends; or the begin and the rounds."""
 CHANGED: Final = "has changed since wsync learnt what its load_weights does"
 """This part of a worker's error shows that a second attempt may succeed, because it learns anew."""
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class Control:
     this worker.  update: number of the update.  deadline: seconds that the worker may wait for any
     one event.  address: where the other side listens; "" in a close.  It is the address of a
     `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.  ahead:
-    in a close, what the session brings of the next update before its `open`.
+    in a close, what the session brings of the next update before its `open`.  drafts: in an open,
+    how many models that draft tokens with layers of the engine's model are updated with it.
     """
 
     op: str
@@ -100,6 +101,7 @@ class Control:
     deadline: float
     address: str = ""
     ahead: str = NOTHING
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         if self.op not in ("open", "close", "inspect"):
@@ -108,8 +110,9 @@ class Control:
     def to_bytes(self) -> bytes:
         """The message as JSON."""
         fields = {"protocol": PROTOCOL, **asdict(self)}
-        for name in ("address",) if self.op == "close" else ("ahead",):
-            del fields[name]
+        for name, op in (("address", "open inspect"), ("ahead", "close"), ("drafts", "open")):
+            if self.op not in op:
+                del fields[name]
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @staticmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 from wsync._core import PeerClosedError, RemoteError, StateError
 from wsync.handles.answers import identity_of
-from wsync.handles.base import EngineHandle, send_control
+from wsync.handles.base import EngineHandle, send_control, show_drafts
 from wsync.handles.worker_facts import worker_facts
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
@@ -54,6 +54,7 @@ class CheckedEngine:
         self._version: str | None = None  # that the engine must report
         self._before: str | None = None  # that it reported when it paused
         self._updating: str | None = None  # the temporary version, if the engine is given one
+        self._shown = ""  # a session whose workers know the engine's drafts
         self._given_up = False
 
     @property
@@ -122,7 +123,11 @@ class CheckedEngine:
         self._told.update_weights(payloads(), **checked)
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
-        checked = self._sending(joins=messages[0].op == "open", **request)
+        first = messages[0]
+        checked = self._sending(joins=first.op == "open", **request)
+        if first.op == "open" and first.drafts and first.session != self._shown:
+            show_drafts(self._told, checked["timeout"])
+            self._shown = first.session
         send_control(self._told, messages, **checked)
 
     def update_weights_from_disk(self, path: str, **request: Any) -> None:

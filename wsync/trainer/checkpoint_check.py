@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.checkpoints.safetensors_layout import INDEX, SINGLE, Checkpoint, Stored, read_config
-from wsync.handles.answers import drafts_itself
+from wsync.handles.answers import drafts_of
 from wsync.handles.base import EngineHandle, how_started
 from wsync.layout import ADAPTERS, WRAPPERS, TrainerLayout
 from wsync.machine.deadline import Deadline
@@ -159,7 +159,7 @@ class EngineCheck:
         if not receives:
             self._check_form(engine.name, started, self._chosen or seen or self._base or "")
         folder = seen if self._folder is None else self._folder
-        drafts = drafts_itself(started) and not receives
+        drafts = drafts_of(started) > 0
         return self._compare(folder, engine.name, drafts, whole=not receives) or receives
 
     def check_folders(self) -> None:

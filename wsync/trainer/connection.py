@@ -146,8 +146,9 @@ class Connection:
         """The control messages that make workers join an update, by engine."""
         found = defaultdict[int, list[Control]](list)
         for number, told in sorted(self._addresses.items()):
-            control = Control(update=update, deadline=self._options.deadline, **told)
-            found[self._roster.workers[number].engine].append(control)
+            engine = self._roster.workers[number].engine
+            common = {"drafts": self._roster.engines[engine].drafts, **told}
+            found[engine].append(Control(update=update, deadline=self._options.deadline, **common))
         return found
 
     def _meet(self) -> dict[int, dict[str, Any]]:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsync import _core
-from wsync.handles.answers import drafts_itself, ignores_pause, other_draft, stages_of
+from wsync.handles.answers import (
+    drafts_itself,
+    drafts_of,
+    ignores_pause,
+    other_draft,
+    stages_of,
+)
 from wsync.handles.base import EngineHandle, control_only, how_started
 from wsync.machine.host import is_elsewhere
 from wsync.messages.control import LOAD_FORMAT
@@ -50,13 +56,9 @@ _WORDS = {
 }
 
 
-def _delivery(
-    engine: EngineHandle, last_gpu: int, options: Options, ranks: int, drafts: bool
-) -> Delivery:
-    """Chooses the delivery of an engine.  An engine with GPUs beyond the trainer's is remote.  An
-    engine that drafts tokens with layers of its model gets buckets unless options say otherwise,
-    because buckets update these layers, too."""
-    wsync = LOAD_FORMAT in engine.load_formats and not drafts
+def _delivery(engine: EngineHandle, last_gpu: int, options: Options, ranks: int) -> Delivery:
+    """Chooses the delivery of an engine.  An engine with GPUs beyond the trainer's is remote."""
+    wsync = LOAD_FORMAT in engine.load_formats
     if options.delivery == "distributed" or last_gpu >= ranks:
         if options.broadcast == "wsync" or (options.broadcast == "auto" and wsync):
             return Delivery.REMOTE
@@ -69,12 +71,14 @@ def _delivery(
 @dataclass(frozen=True)
 class RolloutEngine:
     """One engine.  workers: of all its pipeline stages.  first_gpu: the trainer rank whose GPU its
-    first worker shares, if known."""
+    first worker shares, if known.  drafts: the models that draft tokens with layers of its model; a
+    worker with wsync's receiver updates them with the model."""
 
     name: str
     workers: int
     delivery: Delivery
     first_gpu: int | None = None
+    drafts: int = 0
 
     @staticmethod
     def of(engine: EngineHandle, gpu: int | None, options: Options, ranks: int) -> RolloutEngine:
@@ -86,18 +90,18 @@ class RolloutEngine:
                 host.
         """
         started = how_started(engine, options.deadline)
-        workers, drafts = engine.workers * stages_of(started), drafts_itself(started)
+        workers, drafts = engine.workers * stages_of(started), drafts_of(started)
         last_gpu = -1 if gpu is None else gpu + workers - 1
-        delivery = _delivery(engine, last_gpu, options, ranks, drafts)
+        delivery = _delivery(engine, last_gpu, options, ranks)
         why = _obstacle(engine, gpu, started, delivery)
         if why := why or ignores_pause(started, options.pause_mode):
             raise _core.UnsupportedError(f"engine {engine.name}: {why}")
-        receives = delivery in (Delivery.WSYNC, Delivery.REMOTE)
-        if draft := other_draft(started) or ("layers of its model" if drafts and receives else ""):
+        left = drafts_itself(started) and not drafts
+        if draft := other_draft(started) or ("layers of its model" if left else ""):
             _log.warning(
                 "engine %s drafts tokens with %s, which updates do not change", engine.name, draft
             )
-        return RolloutEngine(engine.name, workers, delivery, gpu)
+        return RolloutEngine(engine.name, workers, delivery, gpu, drafts)
 
 
 def _obstacle(
