@@ -105,7 +105,9 @@ def test_an_engine_that_never_comes_is_named_in_time() -> None:
 
     weights = {"a": torch.arange(5000.0)}
     shapes = {"a": (weights["a"].shape, torch.float32)}
-    options = wsync.Options(**{**cases.OPTIONS, "deadline": 5.0, "broadcast": "wsync"})
+    options = wsync.Options(
+        **{**cases.OPTIONS, "deadline": 5.0, "broadcast": "wsync", "lost": "raise"}
+    )
     try:
         with ProcessEngine(shapes, name="present") as present:
             with wsync.connect(weights, [present, Absent()], options=options) as sync:

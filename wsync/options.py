@@ -20,6 +20,7 @@ _CHOICES: Final = {
     "exchange": ("auto", "shared", "gloo", "nccl"),
     "pause_mode": ("abort", "retract", "in_place"),
     "stage": ("auto", "on", "off"),
+    "lost": ("continue", "raise"),
 }
 
 
@@ -111,6 +112,10 @@ class Options:
         retry: for slime's classes: whether an update that fails because an engine was gone,
             restarted or late, or a rank was late, is tried once more before slime sees the error.
             All ranks wait for each other before the second try, for at most 30 s.
+        lost: what an update does if one of several engines is gone, does not answer or refuses it.
+            "continue" makes the update once more without this engine; see `Sync.update` and
+            `Report.lost`.  "raise" raises the engine's error.  slime's classes follow
+            args.use_fault_tolerance if they are given no options.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """
@@ -134,6 +139,7 @@ class Options:
     keep: Sequence[str] = ()
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     retry: bool = True
+    lost: str = "continue"
     progress: bool | None = None
 
     def __post_init__(self) -> None:

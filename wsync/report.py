@@ -53,6 +53,7 @@ class Report:
     "gloo" (one of torch's groups), "direct" (the trainer's own memory), "direct and ring" (both),
     "stock buckets", "stock broadcast" or "disk".  `exchange` says what carried the bytes between
     trainer ranks: "none", "shared", "nccl", "gloo" or "disk".
+    `lost` says for each engine that the update went without, why (see Options.lost).
     `own_loading` says for each engine with wsync's receiver which tensors its workers load by the
     engine's own load_weights, and why.  `learning_seconds` is the time that workers took to learn
     what they keep; it is a part of `open` in a connection's first update.  `audit_seconds` is the
@@ -78,6 +79,7 @@ class Report:
     unused: tuple[str, ...] = ()
     ways: dict[str, list[str]] = field(default_factory=dict)
     paths: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     own_loading: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     learning_seconds: float = 0.0
@@ -103,7 +105,7 @@ class Report:
             f"{self.delivered_nbytes:,} bytes to {counted(self.workers, 'worker')} in "
             f"{self.seconds:.3f} s ({self._learning()}{self._paused()}{speed}, "
             f"{counted(self.rounds, 'round')}, redundancy {self.redundancy:.2f})"
-        ) + "".join((self._in_place(), self._quantised(), self._own_loading()))
+        ) + "".join((self._in_place(), self._quantised(), self._own_loading(), self._lost()))
 
     def _paused(self) -> str:
         staged = "staged, " if self.staged else ""
@@ -121,6 +123,9 @@ class Report:
         if not self.own_loading:
             return ""
         return f", own load_weights in {', '.join(sorted(self.own_loading))} (see own_loading)"
+
+    def _lost(self) -> str:
+        return f", without {', '.join(sorted(self.lost))} (see lost)" if self.lost else ""
 
     def _repr_html_(self) -> str:
         """The HTML that a notebook shows."""
@@ -167,6 +172,7 @@ class Report:
             names += ["image_nbytes", "quantised_nbytes", "repeated_nbytes"]
         for name in names:
             flat[f"wsync/{name}"] = float(getattr(self, name))
+        flat["wsync/engines_lost"] = float(len(self.lost))
         for path in self.paths.values():
             name = f"wsync/engines_by_{path.replace(' ', '_')}"
             flat[name] = flat.get(name, 0.0) + 1.0

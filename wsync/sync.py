@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
+from wsync.trainer.lost_engines import LostEngines
 from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -25,6 +27,8 @@ from wsync.trainer.updates_base import Updates
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
+
+_log = logging.getLogger("wsync")
 
 
 class Sync(Updates):
@@ -70,10 +74,10 @@ class Sync(Updates):
             if self._group.rank == 0:
                 found = self._find(engines, engine_gpu_offsets)
             self._roster = self._meet(found)
-        in_place = self._delivery in ("auto", "direct") and self.options.stage != "on"
-        if in_place and self._roster.taking(Delivery.WSYNC):
-            known = self._layout, self._group.rank, self._roster, self.options
-            self._lending = Lending(*known, wholly=self._delivery == "auto")
+        self._engines = self._roster.engines  # with lost ones
+        self._lost: dict[str, str] = {}  # engines that updates go without, each with the reason
+        self._lost_engines = LostEngines()
+        self._lending = self._make_lending()
 
     def update(
         self,
@@ -103,16 +107,67 @@ class Sync(Updates):
                 of the update continue.  Other engines stay paused, and may hold a part of the
                 update; the next call connects anew and updates them again.  If the only cause is
                 that an engine's load_weights does something else than before, as after a
-                rebalancing of experts, this call itself connects anew and tries once more.
+                rebalancing of experts, this call itself connects anew and tries once more.  If some
+                engines are gone, do not answer or refuse the update, this call updates the others
+                (see `Options.lost`), and later calls update lost engines that have come back.
         """
-        try:
-            return self._attempt(weights, version)
-        except _core.WsyncError as error:
-            if CHANGED not in str(error):
-                raise
+        attempt = 1
+        while True:
+            try:
+                return self._attempt(weights, version)
+            except _core.WsyncError as error:
+                if not self._may_repeat(error, attempt):
+                    raise
+            attempt += 1
+
+    def _may_repeat(self, error: _core.WsyncError, attempt: int) -> bool:
+        """Whether a failed update may succeed if it is repeated, perhaps without lost engines; the
+        same on all ranks."""
+        if attempt == 1 and CHANGED in str(error):
             if self._group.rank == 0:
                 self._warn(f"trying once more: {error}")
-        return self._attempt(weights, version)
+            return True
+        if self.options.lost == "raise" or len(self._roster.engines) == 1:
+            return False
+        find = functools.partial(
+            self._lost_engines.find, self._requests.engines, error, first=attempt == 1
+        )
+        found = self._after_failure(find)
+        if found is None:
+            return False
+        for name, reason in found.items() if self._group.rank == 0 else ():
+            _log.warning("wsync: engine %s is lost, so updates go without it: %s", name, reason)
+        self._leave_out(self._lost | found)
+        return True
+
+    def _leave_out(self, lost: dict[str, str]) -> None:
+        """Makes updates go without these engines, and with all others."""
+        self._disconnect()
+        self._lost = lost
+        engines = [engine for engine in self._engines if engine.name not in lost]
+        self._roster = dataclasses.replace(self._roster, engines=engines)
+        self._requests.leave_out(lost)
+        if self._lending is not None:
+            self._lending.close()
+        self._lending, self._lends = self._make_lending(), False
+
+    def _take_back(self) -> None:
+        """Makes updates reach lost engines that have come back."""
+        if not self._lost:
+            return
+        mine = self._lost_engines.returned() if self._group.rank == 0 else None
+        if back := self._group.gather_json(mine)[0]:
+            if self._group.rank == 0:
+                _log.info("wsync: updated again: %s", ", ".join(back))
+            self._leave_out({name: why for name, why in self._lost.items() if name not in back})
+
+    def _make_lending(self) -> Lending | None:
+        """Returns what lets workers read in place; None if no worker may."""
+        in_place = self._delivery in ("auto", "direct") and self.options.stage != "on"
+        if not (in_place and self._roster.taking(Delivery.WSYNC)):
+            return None
+        known = self._layout, self._group.rank, self._roster, self.options
+        return Lending(*known, wholly=self._delivery == "auto")
 
     def _attempt(
         self, weights: Weights | Callable[[], Weights] | None, version: int | str | None
@@ -146,6 +201,7 @@ class Sync(Updates):
         with self._running("stage"), self._beginning(version, weights) as report:
             report.trace = self._trace.anew()
             given = self._given(weights)
+            self._take_back()
             if brought := self._stages:
                 with self._group.watching(self._watch):
                     self._bring(given, report)
@@ -263,6 +319,9 @@ class Sync(Updates):
         return self._connection is not None and self._connection.staged
 
     def _update(self, weights: Weights | None, report: Report, *, brought: bool = False) -> None:
+        if not brought:
+            self._take_back()
+        report.lost = self._lost
         with self._group.watching(self._watch):
             if brought and self._connection is not None:
                 self._connection.look()  # before anybody pauses

@@ -110,17 +110,26 @@ class EngineRequests:
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
-        self.handles = engines
+        self.handles = self._everyone = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self.effect = FirstEffect()
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
+        self._unused: list[CheckedEngine] = []
         self._pausing = self._opened = self._handover = NO_CALLS
         self._messages: Mapping[int, Sequence[Control]] = {}  # that opened the update
         self._early: set[str] = set()  # engines that answer before the update is committed
         self._left: UnderWay = []  # requests of failed updates
         # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
+
+    def leave_out(self, names: Container[str]) -> None:
+        """Makes no further requests to these engines, but to all others.  The engines keep their
+        order."""
+        everyone = {engine.name: engine for engine in (*self.engines, *self._unused)}
+        used = [everyone[each.name] for each in self._everyone if each.name not in names]
+        self._unused = [engine for engine in everyone.values() if engine not in used]
+        self.engines, self.handles = used, [engine.handle for engine in used]
 
     def pause(self) -> None:
         """Pauses the engines."""

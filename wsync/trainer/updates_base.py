@@ -44,6 +44,7 @@ _SHARED_OPTIONS = (  # the same on all ranks, so that ranks plan alike and meet
     *("exchange", "broadcast", "backend", "quantise", "park", "stage"),
     *("round_nbytes", "ring_nbytes", "bucket_nbytes"),
 )
+_MEET_SECONDS = 30.0  # for all ranks to leave a failed update
 _MOST_THREADS = 16  # more threads would only wait for memory
 _VERSION = re.compile(r"[ -~]{1,128}")
 
@@ -322,6 +323,19 @@ class Updates(abc.ABC):
             timeout = self.options.exchange_deadline
             self._group = TrainerGroup(self._source.group, timeout=timeout, meeting=self._meeting)
             self._group.begin()
+
+    def _after_failure(self, ask: Callable[[], object]) -> Any:
+        """Returns what `ask` returns on rank 0, when the last update has failed on all ranks; None
+        if it may have succeeded on some rank, whose next weights would meet this rank's old ones.
+        """
+        timeout = min(_MEET_SECONDS, self.options.exchange_deadline)
+        meeting = f"{self._meeting}, after update {self._updates}"
+        try:
+            group = TrainerGroup(self._source.group, timeout=timeout, meeting=meeting)
+            with contextlib.closing(group):
+                return group.gather_json(ask() if group.rank == 0 else None)[0]
+        except _core.WsyncError:
+            return None
 
     @contextlib.contextmanager
     def _one_error(self, report: Report | None = None) -> Iterator[None]:

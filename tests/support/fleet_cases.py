@@ -1,0 +1,129 @@
+"""A trainer of several ranks and a fleet of engines, for tests of engines that come and go.
+
+The functions run on every rank (support.procs.Ranks); `Fleet` is the engines' side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from support import fault_engine, procs
+
+import wsync
+
+PATIENCE = 60.0
+_kept: dict[str, wsync.Sync] = {}
+
+
+class Handle(fault_engine.Handle):
+    """One engine of a fleet; an engine that was restarted tells another instance."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.name = os.path.basename(path)
+
+    def model_info(self, timeout: float) -> dict[str, Any]:
+        info = super().model_info(timeout)
+        return {**info, "weight_version": info["version"], "instance": str(info["pids"])}
+
+
+def connect(paths: list[str], options: dict[str, Any]) -> None:
+    whole = fault_engine.weights(1)
+    mine = dict(list(whole.items())[dist.get_rank() :: dist.get_world_size()])
+    settings = {"deadline": 20.0, "round_nbytes": 4096, "progress": False, **options}
+    known = wsync.Options(**settings)
+    engines = [Handle(path) for path in paths]
+    _kept["sync"] = wsync.connect({n: t.clone() for n, t in mine.items()}, engines, options=known)
+
+
+def update(version: int) -> dict[str, str]:
+    """Returns why each lost engine is lost."""
+    sync = _kept["sync"]
+    whole = fault_engine.weights(version)
+    mine = dict(list(whole.items())[dist.get_rank() :: dist.get_world_size()])
+    return sync.update(mine, version=version).lost
+
+
+def fail(version: int) -> str:
+    """The error of an update."""
+    try:
+        update(version)
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def close() -> None:
+    _kept.pop("sync").close()
+
+
+class Fleet:
+    """Engines of two workers each, in processes of their own."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.paths = [str(folder / f"engine{number}") for number in range(count)]
+        self.handles = [Handle(path) for path in self.paths]
+        self._heads: list[Any] = [None] * count
+        self._workers: list[list[int]] = [[] for _ in range(count)]
+        for number in range(count):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.paths[number])
+        self._heads[number] = procs.started(fault_engine.run_head, self.paths[number])
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                self._workers[number] = self.handles[number].call("info", None, PATIENCE)["pids"]
+                return
+            except wsync.PeerClosedError:  # it does not listen yet
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+    def kill(self, number: int) -> None:
+        for pid in (*self._workers[number], self._heads[number].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._heads[number].join()
+
+    def arm(self, number: int, phase: str, how: str, worker: int = 1) -> None:
+        """Plants a fault in a worker; see support.fault_points."""
+        self.ask(number, worker, "arm", (phase, how, ""))
+
+    def ask(self, number: int, worker: int, what: str, argument: Any = None) -> Any:
+        return self.handles[number].call("ask", (worker, what, argument), PATIENCE)
+
+    def held(self, number: int, among: Sequence[int]) -> list[int]:
+        """The version whose bytes each worker holds, or 0."""
+        found = []
+        for worker in range(fault_engine.WORKERS):
+            bytes_held, *_ = self.ask(number, worker, "held")
+            versions = [
+                version
+                for version in among
+                if bytes_held
+                == [
+                    fault_engine.share(tensor, worker).numpy().tobytes()
+                    for tensor in fault_engine.weights(version).values()
+                ]
+            ]
+            found.append(versions[0] if versions else 0)
+        return found
+
+    def serving(self, number: int) -> str:
+        """The version that an engine reports; "" while it is paused."""
+        info = self.handles[number].call("info", None, PATIENCE)
+        return "" if info["paused"] else info["version"]
+
+    def close(self) -> None:
+        for number, head in enumerate(self._heads):
+            if head is not None:
+                self.kill(number)

@@ -1,0 +1,213 @@
+"""Engines that die, refuse updates and come back; the others get every update.
+
+WSYNC_FLEET_SECONDS says how long engines die at random (20 s).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import fleet_cases
+from support.fleet_cases import Fleet
+from support.procs import Ranks
+
+import wsync
+
+RANKS = 2
+PHASES = ["open", "attach", "round", "done", "prepared", "commit", "close"]
+SECONDS = float(os.environ.get("WSYNC_FLEET_SECONDS") or 20)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Ranks]:
+    with Ranks(RANKS) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, trainer: Ranks) -> Iterator[Fleet]:
+    found = Fleet(tmp_path, 3)
+    yield found
+    trainer.run(fleet_cases.close)
+    found.close()
+
+
+def join(trainer: Ranks, fleet: Fleet, **options: object) -> None:
+    """Connects, and makes a first update."""
+    trainer.run(fleet_cases.connect, fleet.paths, options)
+    assert trainer.run(fleet_cases.update, 1) == [{}] * RANKS
+
+
+def check(fleet: Fleet, version: int, *numbers: int) -> None:
+    for number in numbers:
+        assert fleet.held(number, [version]) == [version] * 2, number
+        assert fleet.serving(number) == str(version), number
+
+
+def test_an_engine_that_is_gone_costs_itself_and_comes_back(trainer: Ranks, fleet: Fleet) -> None:
+    join(trainer, fleet)
+    fleet.kill(1)
+    lost = trainer.run(fleet_cases.update, 2)
+    assert [list(each) for each in lost] == [["engine1"]] * RANKS
+    check(fleet, 2, 0, 2)
+    lost = trainer.run(fleet_cases.update, 3)
+    assert [list(each) for each in lost] == [["engine1"]] * RANKS
+    fleet.start(1)
+    assert trainer.run(fleet_cases.update, 4) == [{}] * RANKS
+    check(fleet, 4, 0, 1, 2)
+
+
+def test_an_engine_that_was_restarted_takes_the_next_update(trainer: Ranks, fleet: Fleet) -> None:
+    join(trainer, fleet)
+    fleet.kill(2)
+    fleet.start(2)
+    assert trainer.run(fleet_cases.update, 2) == [{}] * RANKS
+    check(fleet, 2, 0, 1, 2)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_worker_that_dies_within_an_update_costs_its_engine(
+    trainer: Ranks, fleet: Fleet, phase: str
+) -> None:
+    join(trainer, fleet)
+    if phase == "attach":
+        fleet.kill(0)  # so that the next update connects anew
+        fleet.start(0)
+    fleet.arm(1, phase, "kill")
+    lost = trainer.run(fleet_cases.update, 2)
+    assert [list(each) for each in lost] == [["engine1"]] * RANKS
+    check(fleet, 2, 0, 2)
+    fleet.kill(1)
+    fleet.start(1)
+    assert trainer.run(fleet_cases.update, 3) == [{}] * RANKS
+    check(fleet, 3, 0, 1, 2)
+
+
+def test_an_engine_that_refuses_is_asked_again_when_it_was_restarted(
+    trainer: Ranks, fleet: Fleet
+) -> None:
+    join(trainer, fleet)
+    fleet.arm(0, "round", "raise")
+    lost = trainer.run(fleet_cases.update, 2)
+    assert list(lost[0]) == ["engine0"] and "a planted failure" in lost[0]["engine0"]
+    check(fleet, 2, 1, 2)
+    assert fleet.serving(0) == ""  # it holds a mixture
+    asked = fleet.handles[0].call("info", None, 10)["updates"]
+    assert trainer.run(fleet_cases.update, 3) == lost
+    assert fleet.handles[0].call("info", None, 10)["updates"] == asked
+    fleet.kill(0)
+    fleet.start(0)
+    assert trainer.run(fleet_cases.update, 4) == [{}] * RANKS
+    check(fleet, 4, 0, 1, 2)
+
+
+def test_an_engine_that_stands_still_is_lost_after_the_deadline(
+    trainer: Ranks, fleet: Fleet
+) -> None:
+    join(trainer, fleet)
+    fleet.arm(1, "round", "stop")
+    lost = trainer.run(fleet_cases.update, 2)
+    assert [list(each) for each in lost] == [["engine1"]] * RANKS
+    check(fleet, 2, 0, 2)
+
+
+def test_the_error_is_raised_if_no_engine_is_left_or_if_it_is_wanted(
+    trainer: Ranks, fleet: Fleet
+) -> None:
+    join(trainer, fleet, lost="raise")
+    fleet.kill(1)
+    assert all("engine engine1" in text for text in trainer.run(fleet_cases.fail, 2))
+    fleet.kill(0)
+    fleet.kill(2)
+    trainer.run(fleet_cases.close)
+    for number in range(3):
+        fleet.start(number)
+    join(trainer, fleet)
+    for number in range(3):
+        fleet.kill(number)
+    errors = trainer.run(fleet_cases.fail, 2)
+    assert all("PeerClosedError" in text for text in errors), errors
+
+
+class Chaos:
+    """A fleet whose engines die, stand still, refuse updates and come back at random."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self._fleet, self._random = fleet, random.Random(seed)
+        self._bad = set[int]()  # engines that have been given a fault
+        self.versions = dict.fromkeys(range(len(fleet.paths)), 1)
+
+    def strike(self) -> threading.Timer:
+        """Restarts some bad engines, and plants faults in some good ones; returns a timer that
+        kills one within the update, or none."""
+        fleet, chosen = self._fleet, self._random
+        for number in range(len(fleet.paths)):
+            if number in self._bad and chosen.random() < 0.5:
+                fleet.kill(number)
+                fleet.start(number)
+                self._bad.discard(number)
+            elif number not in self._bad and chosen.random() < 0.1:
+                self._bad.add(number)
+                if chosen.random() < 0.3:
+                    fleet.kill(number)
+                else:
+                    how = chosen.choice(["kill", "kill", "raise", "stop"])
+                    fleet.arm(number, chosen.choice(PHASES), how, chosen.randrange(2))
+        good = [number for number in range(len(fleet.paths)) if number not in self._bad]
+        struck = chosen.choice(good) if good and chosen.random() < 0.3 else None
+        timer = threading.Timer(0.2 * chosen.random(), self._kill, (struck,))
+        timer.start()
+        return timer
+
+    def _kill(self, number: int | None) -> None:
+        if number is not None:
+            self._bad.add(number)
+            self._fleet.kill(number)
+
+    def check(self, version: int, lost: dict[str, str]) -> None:
+        """Whether good engines have the version, and none serves what it does not say."""
+        for number in range(len(self._fleet.paths)):
+            if number not in self._bad:
+                assert f"engine{number}" not in lost, lost
+                check(self._fleet, version, number)
+                continue
+            try:
+                serving = self._fleet.serving(number)
+            except wsync.WsyncError:
+                continue
+            if serving and serving != "default":  # with which it was started
+                among = range(max(1, int(serving) - 3), version + 1)
+                try:
+                    held = self._fleet.held(number, among)
+                except wsync.WsyncError:
+                    continue  # one of its workers is gone
+                assert held == [int(serving)] * 2, (number, lost)
+
+
+@pytest.mark.timeout(2 * SECONDS + 300)
+@pytest.mark.parametrize("way", ["ring", "gloo"])
+def test_no_engine_that_lives_misses_an_update(tmp_path: Path, way: str) -> None:
+    seed = int(os.environ.get("WSYNC_FLEET_SEED") or time.time())
+    print("WSYNC_FLEET_SEED", seed)
+    fleet, remote = Fleet(tmp_path, 8), {"delivery": "distributed", "exchange": "gloo"}
+    with Ranks(4) as trainer:
+        try:
+            options = {"deadline": 5.0, **(remote if way == "gloo" else {})}
+            trainer.run(fleet_cases.connect, fleet.paths, options)
+            trainer.run(fleet_cases.update, 1)
+            chaos, version, end = Chaos(fleet, seed), 1, time.monotonic() + SECONDS
+            while time.monotonic() < end:
+                version += 1
+                timer = chaos.strike()
+                lost = trainer.run(fleet_cases.update, version)
+                timer.join()
+                chaos.check(version, lost[0])
+            assert version > 2
+        finally:
+            fleet.close()

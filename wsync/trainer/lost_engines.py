@@ -1,0 +1,86 @@
+"""Engines that updates go without, because they are gone, do not answer or refuse updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
+from functools import partial
+from typing import Any, Final
+
+from wsync._core import PeerClosedError
+from wsync.handles.answers import identity_of
+from wsync.handles.base import EngineHandle, how_started
+from wsync.machine.daemon_threads import start
+from wsync.trainer.checked_engine import CheckedEngine
+
+_SUSPECT_SECONDS: Final = 5.0  # for an engine to answer after an update has failed
+_RETURN_SECONDS: Final = 1.0  # for a lost engine to answer before an update
+
+
+class LostEngines:
+    """Finds engines that are lost, and engines that have come back.  Used on rank 0."""
+
+    def __init__(self) -> None:
+        # by name: the handle, and the identity that has refused updates; None if it did not answer
+        self._lost: dict[str, tuple[EngineHandle, Mapping[str, Any] | None]] = {}
+
+    def find(
+        self, engines: Sequence[CheckedEngine], error: Exception, *, first: bool
+    ) -> dict[str, str] | None:
+        """Returns the engines to repeat a failed update without, each with the reason; None if the
+        failure has nothing to do with engines, or if no engine is left.
+
+        An engine is lost if it does not answer, or if the error names it.  first: whether the
+        update has failed for the first time.  Then an engine that was restarted is not lost: its
+        connection was closed, and it takes the update if it is connected anew.
+        """
+        answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
+        found, spared = dict[str, str](), False
+        for engine in engines:
+            name, answer = engine.name, answers[engine.name]
+            blamed, gone = f"engine {name}: " in str(error), isinstance(answer, Exception)
+            if blamed and not gone and first and isinstance(error, PeerClosedError):
+                blamed = not engine.restarted_since(answer)
+                spared |= not blamed
+            if blamed or gone:
+                found[name] = str(error if blamed else answer)
+        if len(found) == len(engines) or not (found or spared):
+            return None
+        for engine in engines:
+            if engine.name in found:
+                answer = answers[engine.name]
+                gone = isinstance(answer, Exception)
+                self._lost[engine.name] = engine.handle, None if gone else answer
+        return found
+
+    def returned(self) -> list[str]:
+        """Returns the names of lost engines that take updates again.  Those that did not answer do
+        so now; those that refused an update have been restarted since."""
+        answers = _ask([engine for engine, _ in self._lost.values()], _RETURN_SECONDS)
+        found = [
+            name
+            for name, answer in answers.items()
+            if not isinstance(answer, Exception) and answer != self._lost[name][1]
+        ]
+        for name in found:
+            del self._lost[name]
+        return found
+
+
+def _ask(engines: Sequence[EngineHandle], timeout: float) -> dict[str, Any]:
+    """Returns the identity of each engine by name, or the error of one that does not answer."""
+    calls = {
+        engine.name: start("wsync-ask", partial(_identity, engine, timeout)) for engine in engines
+    }
+    wait(calls.values(), timeout)
+    late = TimeoutError(f"no answer within {timeout:.0f} s")
+    return {
+        n: call.exception() or call.result() if call.done() else late for n, call in calls.items()
+    }
+
+
+def _identity(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = engine.model_info(timeout) or {}
+    if not found.keys() & {"instance", "process"}:
+        found = how_started(engine, timeout)
+    return identity_of(found)
