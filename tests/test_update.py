@@ -404,27 +404,6 @@ def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
     assert same(engine.weights(), weights)
 
 
-def test_an_engine_that_dies_during_an_update_is_named(config: Any) -> None:
-    weights = draw(config, 1)
-    sizes = {"round_nbytes": 1 << 12, "ring_nbytes": 1 << 13}
-    options = wsync.Options(deadline=60, **sizes, progress=False, lost="raise")
-    with victim_and_survivor(config) as (victim, survivor):
-        with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
-            sync.update()
-            # stop it so that the update is surely under way when it is killed
-            os.kill(victim.pids[0], signal.SIGSTOP)
-            killer = threading.Timer(0.5, os.kill, (victim.pids[0], signal.SIGKILL))
-            killer.start()
-            with pytest.raises(wsync.WsyncError) as caught:
-                sync.update()
-            killer.join()
-        assert isinstance(caught.value, wsync.PeerClosedError | wsync.RemoteError)
-        assert str(caught.value).startswith("engine victim: ")
-        with wsync.connect(weights, engines=[survivor], options=options) as sync:
-            sync.update()
-        assert same(survivor.weights(), weights)
-
-
 def test_updating_before_connecting_is_refused() -> None:
     with pytest.raises(wsync.InvalidArgumentError, match="no engines"):
         wsync.connect({"a": torch.zeros(1)}, engines=[])
