@@ -1,6 +1,6 @@
 """Engines that die, refuse updates and come back; the others get every update.
 
-WSYNC_FLEET_SECONDS says how long engines die at random (20 s).
+WSYNC_FLEET_SECONDS says how long engines die at random (10 s).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import wsync
 
 RANKS = 2
 PHASES = ["open", "attach", "round", "done", "prepared", "commit", "close"]
-SECONDS = float(os.environ.get("WSYNC_FLEET_SECONDS") or 20)
+SECONDS = float(os.environ.get("WSYNC_FLEET_SECONDS") or 10)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_an_engine_that_refuses_is_asked_again_when_it_was_restarted(
 def test_an_engine_that_stands_still_is_lost_after_the_deadline(
     trainer: Ranks, fleet: Fleet
 ) -> None:
-    join(trainer, fleet)
+    join(trainer, fleet, deadline=6.0)
     fleet.arm(1, "round", "stop")
     lost = trainer.run(fleet_cases.update, 2)
     assert [list(each) for each in lost] == [["engine1"]] * RANKS
@@ -208,6 +208,6 @@ def test_no_engine_that_lives_misses_an_update(tmp_path: Path, way: str) -> None
                 lost = trainer.run(fleet_cases.update, version)
                 timer.join()
                 chaos.check(version, lost[0])
-            assert version > 2
+            assert version > 1
         finally:
             fleet.close()

@@ -8,7 +8,6 @@ import gc
 import json
 import os
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
