@@ -107,6 +107,15 @@ def test_an_engine_that_refuses_is_asked_again_when_it_was_restarted(
     check(fleet, 4, 0, 1, 2)
 
 
+def test_what_two_engines_refuse_is_the_trainers_error(trainer: Ranks, fleet: Fleet) -> None:
+    join(trainer, fleet)
+    for number in range(2):
+        fleet.arm(number, "round", "raise")
+    assert all("a planted failure" in text for text in trainer.run(fleet_cases.fail, 2))
+    assert trainer.run(fleet_cases.update, 3) == [{}] * RANKS  # neither is left out
+    check(fleet, 3, 0, 1, 2)
+
+
 def test_an_engine_that_stands_still_is_lost_after_the_deadline(
     trainer: Ranks, fleet: Fleet
 ) -> None:
@@ -147,6 +156,7 @@ class Chaos:
         """Restarts some bad engines, and plants faults in some good ones; returns a timer that
         kills one within the update, or none."""
         fleet, chosen = self._fleet, self._random
+        ways = ["kill", "kill", "stop", "raise"]  # the last once: twice blames the trainer
         for number in range(len(fleet.paths)):
             if number in self._bad and chosen.random() < 0.5:
                 fleet.kill(number)
@@ -157,7 +167,8 @@ class Chaos:
                 if chosen.random() < 0.3:
                     fleet.kill(number)
                 else:
-                    how = chosen.choice(["kill", "kill", "raise", "stop"])
+                    how = chosen.choice(ways)
+                    ways = ways[:3] if how == "raise" else ways
                     fleet.arm(number, chosen.choice(PHASES), how, chosen.randrange(2))
         good = [number for number in range(len(fleet.paths)) if number not in self._bad]
         struck = chosen.choice(good) if good and chosen.random() < 0.3 else None

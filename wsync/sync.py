@@ -19,7 +19,7 @@ from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
 from wsync.trainer.connection import Connection
 from wsync.trainer.lending import Lending
-from wsync.trainer.lost_engines import LostEngines
+from wsync.trainer.lost_engines import LostEngines, blames
 from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -111,12 +111,15 @@ class Sync(Updates):
                 engines are gone, do not answer or refuse the update, this call updates the others
                 (see `Options.lost`), and later calls update lost engines that have come back.
         """
-        attempt = 1
+        lost, attempt = self._lost, 1
         while True:
             try:
                 return self._attempt(weights, version)
             except _core.WsyncError as error:
                 if not self._may_repeat(error, attempt):
+                    still = {name: why for name, why in self._lost.items() if name in lost}
+                    if still != self._lost:
+                        self._leave_out(still)  # the next update tries the others again
                     raise
             attempt += 1
 
@@ -127,7 +130,7 @@ class Sync(Updates):
             if self._group.rank == 0:
                 self._warn(f"trying once more: {error}")
             return True
-        if self.options.lost == "raise" or len(self._roster.engines) == 1:
+        if self.options.lost == "raise" or not self._concerns_engines(error):
             return False
         find = functools.partial(
             self._lost_engines.find, self._requests.engines, error, first=attempt == 1
@@ -140,9 +143,19 @@ class Sync(Updates):
         self._leave_out(self._lost | found)
         return True
 
+    def _concerns_engines(self, error: _core.WsyncError) -> bool:
+        """Whether some of several engines may have caused an error; the same on all ranks."""
+        engines = self._roster.engines
+        if len(engines) == 1 or any(blames(error, engine.name) for engine in engines):
+            return len(engines) > 1
+        # workers of remote engines are members of groups, whose errors do not name engines
+        grouped = self._roster.taking(Delivery.REMOTE) or self._roster.taking(Delivery.BROADCAST)
+        return bool(grouped) and isinstance(error, _core.PeerClosedError | _core.DeadlineError)
+
     def _leave_out(self, lost: dict[str, str]) -> None:
         """Makes updates go without these engines, and with all others."""
         self._disconnect()
+        self._lost_engines.forget_others(lost)
         self._lost = lost
         engines = [engine for engine in self._engines if engine.name not in lost]
         self._roster = dataclasses.replace(self._roster, engines=engines)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any, Final
 
-from wsync._core import PeerClosedError
+from wsync._core import DeadlineError, PeerClosedError
 from wsync.handles.answers import identity_of
 from wsync.handles.base import EngineHandle, how_started
 from wsync.machine.daemon_threads import start
@@ -23,6 +24,7 @@ class LostEngines:
     def __init__(self) -> None:
         # by name: the handle, and the identity that has refused updates; None if it did not answer
         self._lost: dict[str, tuple[EngineHandle, Mapping[str, Any] | None]] = {}
+        self._refused = set[str]()  # why engines have refused the update
 
     def find(
         self, engines: Sequence[CheckedEngine], error: Exception, *, first: bool
@@ -30,22 +32,30 @@ class LostEngines:
         """Returns the engines to repeat a failed update without, each with the reason; None if the
         failure has nothing to do with engines, or if no engine is left.
 
-        An engine is lost if it does not answer, or if the error names it.  first: whether the
-        update has failed for the first time.  Then an engine that was restarted is not lost: its
-        connection was closed, and it takes the update if it is connected anew.
+        An engine is lost if it does not answer, or if the error names it.  If two engines refuse an
+        update for the same reason, the trainer is to blame, and there is nothing to repeat.
+
+        first: whether the update has failed for the first time.  Then an engine that was restarted
+        is not lost: its connection was closed, and it takes the update if it is connected anew.
         """
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         found, spared = dict[str, str](), False
         for engine in engines:
             name, answer = engine.name, answers[engine.name]
-            blamed, gone = f"engine {name}: " in str(error), isinstance(answer, Exception)
+            blamed, gone = blames(error, name), isinstance(answer, Exception)
             if blamed and not gone and first and isinstance(error, PeerClosedError):
                 blamed = not engine.restarted_since(answer)
                 spared |= not blamed
             if blamed or gone:
                 found[name] = str(error if blamed else answer)
-        if len(found) == len(engines) or not (found or spared):
+        refused = set[str]()
+        if not isinstance(error, PeerClosedError | DeadlineError):
+            blamed_ones = (name for name in found if blames(error, name))
+            refused = {_reason(str(error), name) for name in blamed_ones}
+        self._refused = set() if first else self._refused
+        if len(found) == len(engines) or not (found or spared) or refused & self._refused:
             return None
+        self._refused |= refused
         for engine in engines:
             if engine.name in found:
                 answer = answers[engine.name]
@@ -53,18 +63,29 @@ class LostEngines:
                 self._lost[engine.name] = engine.handle, None if gone else answer
         return found
 
+    def forget_others(self, names: Container[str]) -> None:
+        """Forgets all lost engines but these."""
+        self._lost = {name: lost for name, lost in self._lost.items() if name in names}
+
     def returned(self) -> list[str]:
         """Returns the names of lost engines that take updates again.  Those that did not answer do
         so now; those that refused an update have been restarted since."""
         answers = _ask([engine for engine, _ in self._lost.values()], _RETURN_SECONDS)
-        found = [
+        return [
             name
             for name, answer in answers.items()
             if not isinstance(answer, Exception) and answer != self._lost[name][1]
         ]
-        for name in found:
-            del self._lost[name]
-        return found
+
+
+def blames(error: Exception, engine: str) -> bool:
+    """Whether an error names an engine as its place."""
+    return f"engine {engine}: " in str(error)
+
+
+def _reason(text: str, engine: str) -> str:
+    """The part of an error that may be the same for several engines."""
+    return re.sub(r"\d+", "", text.partition(f"engine {engine}: ")[2])
 
 
 def _ask(engines: Sequence[EngineHandle], timeout: float) -> dict[str, Any]:
