@@ -111,7 +111,7 @@ REFUSED: dict[tuple[str, Fields | None, Fields | None, str, str], tuple[str, ...
     ),
     ("qwen3_moe", None, INT4_EXPERTS, "session", ""): (
         "the trainer delivers nothing for model.layers.0.mlp.experts.w13_weight_packed",
-        "none of model.layers.0.mlp.experts.0.down_proj.weight, ",
+        "none of the delivered model.layers.0.mlp.experts.0.down_proj.weight, ",
     ),
     ("qwen3_moe", INT4_EXPERTS, COARSER_EXPERTS, "session", ""): (
         ".weight_scale (bfloat16 (256, 8)): RuntimeError",

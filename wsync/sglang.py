@@ -78,15 +78,15 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
                     f"pp_size {place.stages}: the trainer has sent {len(named_tensors)} messages, "
                     "because its handle of this engine does not report pp_size in server_info"
                 )
-            message = Control.from_bytes(control or b"")
+            message = None if control is None else Control.from_bytes(control)
             receiver = vars(model).get(_RECEIVER)
             if receiver is None:
                 vars(model)[_LOADER] = SglangLoader(model)
                 receiver = Receiver(vars(model)[_LOADER], worker=place.worker)
                 vars(model)[_RECEIVER] = receiver
-            if message.op == "open":
+            if message is not None and message.op == "open":
                 vars(model)[_LOADER].include(model, _drafts_for(message))
-        if place.stages == 1:
+        if place.stages == 1 or message is None:
             _answer(receiver, own)
         else:
             _answer_in_thread(model, receiver, own, message)

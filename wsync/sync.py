@@ -132,9 +132,8 @@ class Sync(Updates):
             return True
         if self.options.lost == "raise" or not self._concerns_engines(error):
             return False
-        find = functools.partial(
-            self._lost_engines.find, self._requests.engines, error, first=attempt == 1
-        )
+        known: Any = {"first": attempt == 1, "grouped": self._grouped}
+        find = functools.partial(self._lost_engines.find, self._requests.engines, error, **known)
         found = self._after_failure(find)
         if found is None:
             return False
@@ -148,9 +147,12 @@ class Sync(Updates):
         engines = self._roster.engines
         if len(engines) == 1 or any(blames(error, engine.name) for engine in engines):
             return len(engines) > 1
-        # workers of remote engines are members of groups, whose errors do not name engines
-        grouped = self._roster.taking(Delivery.REMOTE) or self._roster.taking(Delivery.BROADCAST)
-        return bool(grouped) and isinstance(error, _core.PeerClosedError | _core.DeadlineError)
+        return self._grouped and isinstance(error, _core.PeerClosedError | _core.DeadlineError)
+
+    @property
+    def _grouped(self) -> bool:
+        """Whether workers of engines are members of process groups."""
+        return any(map(self._roster.taking, (Delivery.REMOTE, Delivery.BROADCAST)))
 
     def _leave_out(self, lost: dict[str, str]) -> None:
         """Makes updates go without these engines, and with all others."""

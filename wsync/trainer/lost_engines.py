@@ -27,7 +27,12 @@ class LostEngines:
         self._refused = set[str]()  # why engines have refused the update
 
     def find(
-        self, engines: Sequence[CheckedEngine], error: Exception, *, first: bool
+        self,
+        engines: Sequence[CheckedEngine],
+        error: Exception,
+        *,
+        first: bool,
+        grouped: bool,
     ) -> dict[str, str] | None:
         """Returns the engines to repeat a failed update without, each with the reason; None if the
         failure has nothing to do with engines, or if no engine is left.
@@ -37,17 +42,19 @@ class LostEngines:
 
         first: whether the update has failed for the first time.  Then an engine that was restarted
         is not lost: its connection was closed, and it takes the update if it is connected anew.
+        grouped: whether engines are members of process groups.  When a member ends, the others
+        report an error, too.  So an engine that answers is not to blame for a group's error.
         """
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
+        closed = first and isinstance(error, PeerClosedError)
         found, spared = dict[str, str](), False
         for engine in engines:
-            name, answer = engine.name, answers[engine.name]
-            blamed, gone = blames(error, name), isinstance(answer, Exception)
-            if blamed and not gone and first and isinstance(error, PeerClosedError):
-                blamed = not engine.restarted_since(answer)
-                spared |= not blamed
-            if blamed or gone:
-                found[name] = str(error if blamed else answer)
+            name, answer, named = engine.name, answers[engine.name], blames(error, engine.name)
+            gone = isinstance(answer, Exception)
+            if closed and (named or grouped) and not gone and engine.restarted_since(answer):
+                spared = True
+            elif gone or (named and not grouped):
+                found[name] = str(error if named else answer)
         refused = set[str]()
         if not isinstance(error, PeerClosedError | DeadlineError):
             blamed_ones = (name for name in found if blames(error, name))
