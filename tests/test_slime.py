@@ -283,7 +283,7 @@ def test_options_come_from_the_environment_and_from_slimes_arguments(
     assert (found.deadline, found.threads, found.bucket_nbytes) == (7, 3, 6)
     monkeypatch.setenv("WSYNC_OPTIONS", "")
     assert options_of() == wsync.Options(checkpoint="", lost="raise")
-    assert options_of(use_fault_tolerance=True) == wsync.Options(checkpoint="")
+    assert options_of(use_fault_tolerance=True) == wsync.Options(checkpoint="", lost="continue")
 
 
 @pytest.mark.parametrize(

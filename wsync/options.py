@@ -112,10 +112,11 @@ class Options:
         retry: for slime's classes: whether an update that fails because an engine was gone,
             restarted or late, or a rank was late, is tried once more before slime sees the error.
             All ranks wait for each other before the second try, for at most 30 s.
-        lost: what an update does if one of several engines is gone, does not answer or refuses it.
-            "continue" makes the update once more without this engine; see `Sync.update` and
-            `Report.lost`.  "raise" raises the engine's error.  slime's classes follow
-            args.use_fault_tolerance if they are given no options.
+        lost: what happens if some of several engines do not answer or refuse an update.  "raise":
+            the error is raised.  "continue": `Sync.update` repeats the update without them, and
+            `Report.lost` names them.  If two refuse for the same reason, their error is raised.  A
+            remote engine is left out only if it does not answer.  slime's classes use "continue" if
+            args.use_fault_tolerance is set and they are given no options.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """
@@ -139,7 +140,7 @@ class Options:
     keep: Sequence[str] = ()
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     retry: bool = True
-    lost: str = "continue"
+    lost: str = "raise"
     progress: bool | None = None
 
     def __post_init__(self) -> None:

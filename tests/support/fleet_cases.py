@@ -37,7 +37,13 @@ class Handle(fault_engine.Handle):
 def connect(paths: list[str], options: dict[str, Any]) -> None:
     whole = fault_engine.weights(1)
     mine = dict(list(whole.items())[dist.get_rank() :: dist.get_world_size()])
-    settings = {"deadline": 20.0, "round_nbytes": 4096, "progress": False, **options}
+    settings = {
+        "deadline": 20.0,
+        "round_nbytes": 4096,
+        "progress": False,
+        "lost": "continue",
+        **options,
+    }
     known = wsync.Options(**settings)
     engines = [Handle(path) for path in paths]
     _kept["sync"] = wsync.connect({n: t.clone() for n, t in mine.items()}, engines, options=known)
