@@ -33,6 +33,7 @@ import wsync
 from benchmarks import peers, sglang_bucket
 from benchmarks.environment import Skipped
 from wsync.demo.engines.serve import ServerProcess, serve_in_process
+from wsync.machine.deadline import Deadline
 
 REPEATS = 7
 EVERY = 2.0  # seconds between updates
@@ -53,10 +54,11 @@ def run() -> Iterator[dict[str, Any]]:
                 f"SGLang's server needs its packages: `.ci/run servers` installs them, and {PLACE} "
                 "names their folder"
             )
-        start = Fresh(plain_environment(packages(NEWEST)))
-        with Served(start, first, Path(folder, "log")) as server:
+        with (
+            contextlib.closing(Fresh(plain_environment(packages(NEWEST)))) as start,
+            Served(start, first, Path(folder, "log")) as server,
+        ):
             yield from _cases("SGLang server", server, models, [_Stream] * 2)
-        start.close()
 
 
 def _cases(
@@ -244,8 +246,9 @@ def _slime(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
         )
 
     _post(engine, "/pause_generation")
+    deadline = Deadline(PATIENCE)
     while requests.get(engine.url + "/flush_cache", timeout=PATIENCE).status_code != 200:
-        pass
+        deadline.check(f"{engine.url}: its cache is not empty")
     in_session = isinstance(engine, Served)
     if in_session:
         _post(engine, "/begin_weight_update")

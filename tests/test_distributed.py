@@ -228,7 +228,7 @@ def test_an_engine_that_never_joins_is_reported_in_time(engines: list[ProcessEng
                 release.wait(60)
 
     weights = drawn(6)
-    options = wsync.Options(**{**OPTIONS, "deadline": 2.0, "lost": "raise"})
+    options = wsync.Options(**{**OPTIONS, "deadline": 2.0})
     try:
         with wsync.connect(weights, [engines[0], Absent()], options=options) as sync:
             with pytest.raises(
@@ -283,8 +283,7 @@ def test_an_engine_that_dies_or_stalls_between_buckets(
     big: list[ProcessEngine], how: signal.Signals, delivery: str
 ) -> None:
     weights = large(64 << 20)
-    settings = {"deadline": 5.0, "bucket_nbytes": 8 << 20, "lost": "raise"}
-    options = wsync.Options(**{**delivered(delivery), **settings})
+    options = wsync.Options(**{**delivered(delivery), "deadline": 5.0, "bucket_nbytes": 8 << 20})
     sync = wsync.connect(weights, big, options=options)
     sync.update()
     struck = threading.Event()

@@ -151,7 +151,6 @@ class Chaos:
         self._fleet, self._random = fleet, random.Random(seed)
         self._whole = whole  # whether only whole engines die
         self._bad = set[int]()  # engines that have been given a fault
-        self.versions = dict.fromkeys(range(len(fleet.paths)), 1)
 
     def strike(self) -> threading.Timer:
         """Restarts some bad engines, and plants faults in some good ones; returns a timer that
@@ -214,11 +213,8 @@ def test_no_engine_that_lives_misses_an_update(tmp_path: Path, way: str) -> None
             options = {"deadline": 5.0, **(remote if way == "gloo" else {})}
             trainer.run(fleet_cases.connect, fleet.paths, options)
             trainer.run(fleet_cases.update, 1)
-            chaos, version, end = (
-                Chaos(fleet, seed, whole=way == "gloo"),
-                1,
-                time.monotonic() + SECONDS,
-            )
+            chaos, version = Chaos(fleet, seed, whole=way == "gloo"), 1
+            end = time.monotonic() + SECONDS
             while time.monotonic() < end:
                 version += 1
                 timer = chaos.strike()

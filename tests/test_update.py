@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -117,7 +118,7 @@ def test_parked_rings_take_no_memory_between_updates(
 
 def test_an_engine_that_dies_while_its_ring_is_parked_is_named(config: Any) -> None:
     weights = draw(config, 1)
-    options = wsync.Options(deadline=60, progress=False, park=True, lost="raise")
+    options = wsync.Options(deadline=60, progress=False, park=True)
     with victim_and_survivor(config) as (victim, survivor):
         with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
             sync.update()
@@ -401,6 +402,26 @@ def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
         weights = draw(config, 2)
         sync.update(weights)
     assert same(engine.weights(), weights)
+
+
+def test_an_engine_that_dies_during_an_update_is_named(config: Any) -> None:
+    weights = draw(config, 1)
+    options = wsync.Options(deadline=60, round_nbytes=1 << 12, ring_nbytes=1 << 13, progress=False)
+    with victim_and_survivor(config) as (victim, survivor):
+        with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
+            sync.update()
+            # stop it so that the update is surely under way when it is killed
+            os.kill(victim.pids[0], signal.SIGSTOP)
+            killer = threading.Timer(0.5, os.kill, (victim.pids[0], signal.SIGKILL))
+            killer.start()
+            with pytest.raises(wsync.WsyncError) as caught:
+                sync.update()
+            killer.join()
+        assert isinstance(caught.value, wsync.PeerClosedError | wsync.RemoteError)
+        assert str(caught.value).startswith("engine victim: ")
+        with wsync.connect(weights, engines=[survivor], options=options) as sync:
+            sync.update()
+        assert same(survivor.weights(), weights)
 
 
 def test_updating_before_connecting_is_refused() -> None:

@@ -137,8 +137,9 @@ class Sync(Updates):
         found = self._after_failure(find)
         if found is None:
             return False
-        for name, reason in found.items() if self._group.rank == 0 else ():
-            _log.warning("wsync: engine %s is lost, so updates go without it: %s", name, reason)
+        if self._group.rank == 0:
+            for name, reason in found.items():
+                _log.warning("wsync: engine %s is lost, so updates go without it: %s", name, reason)
         self._leave_out(self._lost | found)
         return True
 
@@ -173,7 +174,7 @@ class Sync(Updates):
         mine = self._lost_engines.returned() if self._group.rank == 0 else None
         if back := self._group.gather_json(mine)[0]:
             if self._group.rank == 0:
-                _log.info("wsync: updated again: %s", ", ".join(back))
+                _log.info("wsync: engines that are back: %s", ", ".join(back))
             self._leave_out({name: why for name, why in self._lost.items() if name not in back})
 
     def _make_lending(self) -> Lending | None:

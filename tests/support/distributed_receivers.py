@@ -82,9 +82,7 @@ def mix(config: Any, parallel: megatron_cpu.Parallel, broadcast: str) -> dict[st
 
 def fail_once(config: Any, parallel: megatron_cpu.Parallel, way: str) -> dict[str, Any]:
     """The second update fails, one way or another; the third is to succeed."""
-    options = wsync.Options(
-        **{**OPTIONS, "deadline": 10.0 if way == "stopped" else 60.0, "lost": "raise"}
-    )
+    options = wsync.Options(**{**OPTIONS, "deadline": 10.0 if way == "stopped" else 60.0})
     with started(config, parallel, 1, 2) as (trainer, layout, engines), contextlib.ExitStack() as s:
         sync = s.enter_context(wsync.connect(layout, engines, options=options))
         sync.update()

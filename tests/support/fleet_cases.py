@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from support import fault_engine, procs
 
@@ -34,9 +35,13 @@ class Handle(fault_engine.Handle):
         return {**info, "weight_version": info["version"], "instance": str(info["pids"])}
 
 
+def share(version: int) -> dict[str, torch.Tensor]:
+    """The weights that this rank holds."""
+    whole = fault_engine.weights(version).items()
+    return dict(list(whole)[dist.get_rank() :: dist.get_world_size()])
+
+
 def connect(paths: list[str], options: dict[str, Any]) -> None:
-    whole = fault_engine.weights(1)
-    mine = dict(list(whole.items())[dist.get_rank() :: dist.get_world_size()])
     settings = {
         "deadline": 20.0,
         "round_nbytes": 4096,
@@ -46,15 +51,12 @@ def connect(paths: list[str], options: dict[str, Any]) -> None:
     }
     known = wsync.Options(**settings)
     engines = [Handle(path) for path in paths]
-    _kept["sync"] = wsync.connect({n: t.clone() for n, t in mine.items()}, engines, options=known)
+    _kept["sync"] = wsync.connect(share(1), engines, options=known)
 
 
 def update(version: int) -> dict[str, str]:
     """Returns why each lost engine is lost."""
-    sync = _kept["sync"]
-    whole = fault_engine.weights(version)
-    mine = dict(list(whole.items())[dist.get_rank() :: dist.get_world_size()])
-    return sync.update(mine, version=version).lost
+    return _kept["sync"].update(share(version), version=version).lost
 
 
 def fail(version: int) -> str:

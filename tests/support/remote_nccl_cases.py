@@ -31,7 +31,6 @@ from wsync.trainer.connection import Connection
 
 GPUS = 8
 OPTIONS: dict[str, Any] = {
-    "lost": "raise",
     "deadline": 60.0,
     "progress": False,
     "delivery": "distributed",

@@ -183,9 +183,9 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
     may come from the environment or `args`.  Weights are quantised with slime's arithmetic."""
     if options is None:
         most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
-        tolerant = getattr(args, "use_fault_tolerance", False)
-        lost = "continue" if tolerant else "raise"
-        chosen: dict[str, Any] = {"bucket_nbytes": most, "lost": lost}
+        chosen: dict[str, Any] = {"bucket_nbytes": most}
+        if getattr(args, "use_fault_tolerance", False):
+            chosen["lost"] = "continue"
         chosen |= Options.named(_VARIABLE, os.environ.get(_VARIABLE) or {})
         chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
         options = Options(**chosen)

@@ -34,11 +34,11 @@ class LostEngines:
         first: bool,
         grouped: bool,
     ) -> dict[str, str] | None:
-        """Returns the engines to repeat a failed update without, each with the reason; None if the
-        failure has nothing to do with engines, or if no engine is left.
+        """Returns the engines to repeat a failed update without, each with the reason; None if
+        repeating cannot help: no engine is to blame, or none would be left, or two have refused it.
 
         An engine is lost if it does not answer, or if the error names it.  If two engines refuse an
-        update for the same reason, the trainer is to blame, and there is nothing to repeat.
+        update for the same reason, the trainer is to blame.
 
         first: whether the update has failed for the first time.  Then an engine that was restarted
         is not lost: its connection was closed, and it takes the update if it is connected anew.
@@ -47,7 +47,7 @@ class LostEngines:
         """
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         closed = first and isinstance(error, PeerClosedError)
-        found, spared = dict[str, str](), False
+        found, lost, spared = dict[str, str](), dict[str, Any](), False
         for engine in engines:
             name, answer, named = engine.name, answers[engine.name], blames(error, engine.name)
             gone = isinstance(answer, Exception)
@@ -55,6 +55,7 @@ class LostEngines:
                 spared = True
             elif gone or (named and not grouped):
                 found[name] = str(error if named else answer)
+                lost[name] = engine.handle, None if gone else answer
         refused = set[str]()
         if not isinstance(error, PeerClosedError | DeadlineError):
             blamed_ones = (name for name in found if blames(error, name))
@@ -63,11 +64,7 @@ class LostEngines:
         if len(found) == len(engines) or not (found or spared) or refused & self._refused:
             return None
         self._refused |= refused
-        for engine in engines:
-            if engine.name in found:
-                answer = answers[engine.name]
-                gone = isinstance(answer, Exception)
-                self._lost[engine.name] = engine.handle, None if gone else answer
+        self._lost |= lost
         return found
 
     def forget_others(self, names: Container[str]) -> None:
@@ -75,8 +72,8 @@ class LostEngines:
         self._lost = {name: lost for name, lost in self._lost.items() if name in names}
 
     def returned(self) -> list[str]:
-        """Returns the names of lost engines that take updates again.  Those that did not answer do
-        so now; those that refused an update have been restarted since."""
+        """Returns the names of lost engines that take updates again.  An engine that did not answer
+        returns when it answers.  An engine that refused an update returns after a restart."""
         answers = _ask([engine for engine, _ in self._lost.values()], _RETURN_SECONDS)
         return [
             name
