@@ -110,7 +110,7 @@ def test_an_engine_that_refuses_is_asked_again_when_it_was_restarted(
 def test_what_two_engines_refuse_is_the_trainers_error(trainer: Ranks, fleet: Fleet) -> None:
     join(trainer, fleet)
     fleet.arm(0, "open", "raise")
-    fleet.arm(1, "prepared", "raise")
+    fleet.arm(1, "attach", "raise")  # in the second attempt, which connects anew
     assert all("a planted failure" in text for text in trainer.run(fleet_cases.fail, 2))
     assert trainer.run(fleet_cases.update, 3) == [{}] * RANKS  # neither is left out
     check(fleet, 3, 0, 1, 2)
