@@ -270,28 +270,38 @@ static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part, bo
 
 /* --- whose memory it is --- */
 
+/* A list of spans of a batch. */
+typedef struct list {
+    uint64_t id;
+    bool resident;
+    const wsync_span_t *spans;
+    size_t count;
+} list_t;
+
 /* Begins to name the buffers of a batch: what is known of them holds until the stream was
- * seen idle. */
-static wsync_status_t name_buffers(const wsync_cuda_runner_t *self, uint64_t id,
-                                   const wsync_span_t *spans, size_t count,
+ * seen idle, and longer for what the device need not be asked about. */
+static wsync_status_t name_buffers(const wsync_cuda_runner_t *self, const list_t *list,
                                    wsync_cuda_buffers_t *buffers, wsync_error_t *err)
 {
     const unsigned age = atomic_load(&self->spans.age);
+    const wsync_cuda_kind_t kind = list->resident ? WSYNC_CUDA_DEVICE : WSYNC_CUDA_UNKNOWN;
     wsync_cuda_place_t *places;
 
-    if (id != 0 && buffers->id == id && buffers->age == age && buffers->count == count) {
+    if (list->id != 0 && buffers->id == list->id &&
+        (buffers->age == age || list->resident) && buffers->count == list->count) {
         return WSYNC_OK;
     }
     buffers->id = 0;
-    places = realloc(buffers->places, (count > 0 ? count : 1) * sizeof(*places));
+    places =
+        realloc(buffers->places, (list->count > 0 ? list->count : 1) * sizeof(*places));
     if (places == NULL) {
         return wsync_no_memory(err, "realloc");
     }
     /* Those that no copy names are part of the tables all the same. */
-    for (size_t i = 0; i < count; i++) {
-        places[i] = (wsync_cuda_place_t){(uintptr_t)spans[i].data, WSYNC_CUDA_UNKNOWN};
+    for (size_t i = 0; i < list->count; i++) {
+        places[i] = (wsync_cuda_place_t){(uintptr_t)list->spans[i].data, kind};
     }
-    *buffers = (wsync_cuda_buffers_t){id, age, places, count, NULL};
+    *buffers = (wsync_cuda_buffers_t){list->id, age, places, list->count, NULL};
     return WSYNC_OK;
 }
 
@@ -381,12 +391,14 @@ static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_batch_t *
 static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch,
                            sorted_t *sorted, wsync_error_t *err)
 {
-    wsync_status_t status = name_buffers(self, batch->sources_id, batch->sources,
-                                         batch->source_count, &self->sources, err);
+    const list_t sources = {batch->sources_id, batch->sources_resident, batch->sources,
+                            batch->source_count};
+    const list_t destinations = {batch->destinations_id, batch->destinations_resident,
+                                 batch->destinations, batch->destination_count};
+    wsync_status_t status = name_buffers(self, &sources, &self->sources, err);
 
     if (status == WSYNC_OK) {
-        status = name_buffers(self, batch->destinations_id, batch->destinations,
-                              batch->destination_count, &self->destinations, err);
+        status = name_buffers(self, &destinations, &self->destinations, err);
     }
     sorted->direct =
         (part_t){batch->copies, batch->count, &self->sources, &self->destinations};

@@ -75,6 +75,9 @@ typedef struct wsync_batch {
      * what it has found out about one; or 0. */
     uint64_t sources_id;
     uint64_t destinations_id;
+    /* All spans of the list lie in memory of the stream's device: it need not be asked. */
+    bool sources_resident;
+    bool destinations_resident;
 } wsync_batch_t;
 
 /* What a pass does: AMAXES raises the entries that pieces have in the table of amaxes to

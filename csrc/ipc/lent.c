@@ -194,6 +194,7 @@ void wsync_lent_unbind(wsync_lent_t *lent)
     free(lent->spans);
     lent->spans = NULL;
     lent->span_count = 0;
+    lent->generation++;
 }
 
 wsync_status_t wsync_lent_release(wsync_lent_t *lent, wsync_error_t *err)

@@ -43,6 +43,7 @@ PyObject *wsync_py_buffers_create(ModuleState *state, const wsync_device_t *devi
 
     if (self != NULL) {
         self->gpu = device->ordinal;
+        self->resident = device->ordinal >= 0;
     }
     if (self != NULL && count > 0) {
         memcpy(self->spans, spans, count * sizeof(*spans));
@@ -170,8 +171,10 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
     Py_XDECREF(owners);
     if (self != NULL) {
         self->gpu = table->gpu;
+        self->resident = table->gpu >= 0;
     }
     for (Py_ssize_t i = 0; self != NULL && i < table->count; i++) {
+        self->resident &= table->rows[i].on_gpu;
         self->spans[i].data = table->rows[i].data;
         self->spans[i].nbytes = table->rows[i].nbytes_spanned;
     }

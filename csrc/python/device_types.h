@@ -31,6 +31,7 @@ typedef struct BufferTableObject {
     wsync_span_t *spans; /* owned */
     uint64_t id;         /* that no other table of the process has had */
     int gpu;         /* ordinal of the GPU that holds some of the spans; -1: none known */
+    bool resident;   /* it holds all of them, as the driver or wsync itself has told */
     PyObject *owner; /* owned; keeps the spans' memory alive; may be NULL */
 } BufferTableObject;
 

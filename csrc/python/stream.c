@@ -392,9 +392,11 @@ static PyObject *stream_copy(PyObject *object, PyObject *args, PyObject *kwargs)
     batch.work.sources = sources->spans;
     batch.work.source_count = sources->count;
     batch.work.sources_id = sources->id;
+    batch.work.sources_resident = sources->resident;
     batch.work.destinations = destinations->spans;
     batch.work.destination_count = destinations->count;
     batch.work.destinations_id = destinations->id;
+    batch.work.destinations_resident = destinations->resident;
     batch.owners[1] = (PyObject *)sources;
     batch.owners[2] = (PyObject *)destinations;
     return enqueue_copies(state, (StreamObject *)object, &batch);
