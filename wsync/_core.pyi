@@ -246,7 +246,7 @@ class BufferTable:
         """Span i covers tensors[i].  Keeps the tensors alive.  StateError names a tensor whose GPU memory is
         not there now."""
     def allocations(self) -> list[tuple[int, int, int, bool]]:
-        """Returns the driver's current allocations around the buffers on a GPU, by address: (address, nbytes, identity,
+        """Returns the allocations that `of` found around the buffers on a GPU, by address: (address, nbytes, identity,
         piece).  identity: unique among other memory there while this is lent; 0 if no other process can map it.  piece:
         whether it can be lent together with its neighbours.  Addresses of the host are left out."""
     def spans(self) -> bytes:

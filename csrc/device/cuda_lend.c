@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include "device/cuda_ipc.h"
-#include "device/cuda_spans.h"
 #include "device/sealed_blob.h"
 
 /* The driver cuts small allocations from blocks of this size, and the handle of one opens
@@ -83,28 +82,20 @@ static wsync_status_t identify(const wsync_cuda_device_t *device,
     return WSYNC_OK;
 }
 
-wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
-                                           const wsync_span_t *spans, size_t count,
-                                           wsync_cuda_allocation_t **items,
-                                           size_t *item_count, wsync_error_t *err)
+wsync_status_t wsync_cuda_identify(const wsync_cuda_device_t *device,
+                                   const wsync_cuda_ranges_t *ranges,
+                                   wsync_cuda_allocation_t **items, wsync_error_t *err)
 {
-    wsync_cuda_ranges_t ranges = {0};
-    wsync_cuda_allocation_t *found = NULL;
-    wsync_status_t status =
-        wsync_cuda_find_ranges(device, spans, count, &ranges, NULL, err);
+    wsync_cuda_allocation_t *found = calloc(ranges->count + 1, sizeof(*found));
+    wsync_status_t status = WSYNC_OK;
 
-    *item_count = 0;
-    found = calloc(ranges.count + 1, sizeof(*found));
     *items = found;
     if (found == NULL) {
-        free(ranges.items);
         return wsync_no_memory(err, "calloc");
     }
-    for (size_t i = 0; i < ranges.count && status == WSYNC_OK; i++) {
-        status = identify(device, &ranges.items[i], &found[i], err);
-        *item_count += status == WSYNC_OK;
+    for (size_t i = 0; i < ranges->count && status == WSYNC_OK; i++) {
+        status = identify(device, &ranges->items[i], &found[i], err);
     }
-    free(ranges.items);
     return status;
 }
 

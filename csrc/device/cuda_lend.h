@@ -4,7 +4,7 @@
 #ifndef WSYNC_DEVICE_CUDA_LEND_H
 #define WSYNC_DEVICE_CUDA_LEND_H
 
-#include "device/cuda.h"
+#include "device/cuda_spans.h"
 
 /* One allocation, or one mapping of physical memory. */
 typedef struct wsync_cuda_allocation {
@@ -16,13 +16,11 @@ typedef struct wsync_cuda_allocation {
     bool piece; /* lent by a descriptor, and beside its neighbours; else by an IPC handle */
 } wsync_cuda_allocation_t;
 
-/* What allocations of a device these spans lie in now, by address, each once.  Addresses
- * that the driver does not know are left out.  In the context; *items is for free(), also
- * after an error. */
-wsync_status_t wsync_cuda_find_allocations(const wsync_cuda_device_t *device,
-                                           const wsync_span_t *spans, size_t count,
-                                           wsync_cuda_allocation_t **items,
-                                           size_t *item_count, wsync_error_t *err);
+/* The allocations of these ranges, which have just been found, in their order.  In the
+ * context; *items is for free(), also after an error. */
+wsync_status_t wsync_cuda_identify(const wsync_cuda_device_t *device,
+                                   const wsync_cuda_ranges_t *ranges,
+                                   wsync_cuda_allocation_t **items, wsync_error_t *err);
 
 /* A record of these allocations to be lent: pieces side by side, or one that is none.  It
  * keeps the memory of pieces from being given back, but not that of an allocation that is

@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "device/cuda_lend.h"
-#include "device/cuda_spans.h"
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/tensor_table.h"
@@ -105,12 +104,13 @@ static int fail_unmapped(ModuleState *state, const TensorTableObject *table, siz
     return -1;
 }
 
-/* A thread that reads what is not there ends the process, and a device its context. */
-static int check_mapped(ModuleState *state, const TensorTableObject *table)
+/* Finds what the tensors on a GPU lie in.  A thread that reads what is not there ends the
+ * process, and a device its context. */
+static int find_ranges(ModuleState *state, const TensorTableObject *table,
+                       wsync_cuda_ranges_t *ranges)
 {
     const wsync_cuda_device_t *device = NULL;
     const size_t count = (size_t)table->count;
-    wsync_cuda_ranges_t ranges = {0};
     wsync_span_t *spans;
     size_t index = 0;
     wsync_error_t err = {0};
@@ -135,12 +135,11 @@ static int check_mapped(ModuleState *state, const TensorTableObject *table)
             status = wsync_cuda_enter(device, &err);
         }
         if (status == WSYNC_OK) {
-            status = wsync_cuda_find_ranges(device, spans, count, &ranges, &index, &err);
+            status = wsync_cuda_find_ranges(device, spans, count, ranges, &index, &err);
             wsync_cuda_leave(device);
         }
     Py_END_ALLOW_THREADS
     free(spans);
-    free(ranges.items);
     if (status != WSYNC_OK) {
         (void)wsync_py_raise(state, &err);
         return -1;
@@ -163,17 +162,19 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     table = (const TensorTableObject *)tensors;
-    if (wsync_py_table_readable(state, table) < 0 || check_mapped(state, table) < 0) {
+    if (wsync_py_table_readable(state, table) < 0) {
         return NULL;
     }
     owners = PyTuple_Pack(2, tensors, owner);
     self = owners != NULL ? buffers_alloc(state, (size_t)table->count, owners) : NULL;
     Py_XDECREF(owners);
-    if (self != NULL) {
-        self->gpu = table->gpu;
-        self->resident = table->gpu >= 0;
+    if (self == NULL || find_ranges(state, table, &self->ranges) < 0) {
+        Py_XDECREF((PyObject *)self);
+        return NULL;
     }
-    for (Py_ssize_t i = 0; self != NULL && i < table->count; i++) {
+    self->gpu = table->gpu;
+    self->resident = table->gpu >= 0;
+    for (Py_ssize_t i = 0; i < table->count; i++) {
         self->resident &= table->rows[i].on_gpu;
         self->spans[i].data = table->rows[i].data;
         self->spans[i].nbytes = table->rows[i].nbytes_spanned;
@@ -206,7 +207,6 @@ static PyObject *buffers_allocations(PyObject *object, PyObject *Py_UNUSED(unuse
     const BufferTableObject *self = (BufferTableObject *)object;
     const wsync_cuda_device_t *device = NULL;
     wsync_cuda_allocation_t *items = NULL;
-    size_t count = 0;
     PyObject *list = NULL;
     wsync_error_t err = {0};
     wsync_status_t status;
@@ -220,12 +220,11 @@ static PyObject *buffers_allocations(PyObject *object, PyObject *Py_UNUSED(unuse
             status = wsync_cuda_enter(device, &err);
         }
         if (status == WSYNC_OK) {
-            status = wsync_cuda_find_allocations(device, self->spans, self->count, &items,
-                                                 &count, &err);
+            status = wsync_cuda_identify(device, &self->ranges, &items, &err);
             wsync_cuda_leave(device);
         }
     Py_END_ALLOW_THREADS
-    list = status == WSYNC_OK ? wrap_allocations(items, count)
+    list = status == WSYNC_OK ? wrap_allocations(items, self->ranges.count)
                               : wsync_py_raise(wsync_py_state_of(object), &err);
     free(items);
     return list;
@@ -304,6 +303,7 @@ static void buffers_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     (void)buffers_clear(object);
     free(((BufferTableObject *)object)->spans);
+    free(((BufferTableObject *)object)->ranges.items);
     wsync_py_free(object);
 }
 

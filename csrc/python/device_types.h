@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 #include "core/copy.h"
-#include "device/device.h"
+#include "device/cuda_spans.h"
 
 typedef struct MemoryObject {
     PyObject_HEAD
@@ -29,6 +29,7 @@ typedef struct BufferTableObject {
     PyObject_HEAD
     size_t count;
     wsync_span_t *spans; /* owned */
+    wsync_cuda_ranges_t ranges; /* owned; of `of`: what the spans on a GPU lie in */
     uint64_t id;         /* that no other table of the process has had */
     int gpu;         /* ordinal of the GPU that holds some of the spans; -1: none known */
     bool resident;   /* it holds all of them, as the driver or wsync itself has told */

@@ -61,18 +61,21 @@ static found_t find(const wsync_cuda_device_t *device, const wsync_span_t *spans
                     size_t count)
 {
     wsync_cuda_allocation_t *items = NULL;
+    wsync_cuda_ranges_t ranges = {0};
     found_t found = {.count = 0};
     wsync_error_t err = {0};
 
     CHECK_OK(wsync_cuda_enter(device, &err), err);
-    CHECK_OK(wsync_cuda_find_allocations(device, spans, count, &items, &found.count, &err),
-             err);
+    CHECK_OK(wsync_cuda_find_ranges(device, spans, count, &ranges, NULL, &err), err);
+    CHECK_OK(wsync_cuda_identify(device, &ranges, &items, &err), err);
     wsync_cuda_leave(device);
+    found.count = ranges.count;
     CHECK(found.count <= MOST);
     for (size_t i = 0; i < found.count; i++) {
         found.items[i] = items[i];
     }
     free(items);
+    free(ranges.items);
     return found;
 }
 
