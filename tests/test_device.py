@@ -31,6 +31,25 @@ def test_the_memory_that_is_left_is_a_part_of_the_machines() -> None:
 
 
 @pytest.mark.parametrize(
+    ("backend", "reserved", "frees"),
+    [
+        ("native", (9, 5, 4), 2),
+        ("native", (5, 1, 8), None),  # counted anew when 4 bytes were reserved
+        ("cudaMallocAsync", (9, 5, 4), None),
+    ],
+)
+def test_memory_that_torch_has_freed_is_counted_if_torch_counts_it(
+    backend: str, reserved: tuple[int, ...], frees: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = dict(zip(("allocated", "freed", "current"), reserved, strict=True))
+    stats = [{}, {"num_device_free": 2, "reserved_bytes": {"all": facts}}]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda gpu: stats[gpu])
+    assert [device.frees(gpu) for gpu in (None, 0, 1)] == [None, None, frees]
+
+
+@pytest.mark.parametrize(
     ("cores", "gpus", "threads"), [(2, 1, 2), (64, 8, 4), (16, 8, 2), (4, 8, 1), (64, 1, 4)]
 )
 def test_threads_that_gather_for_a_gpu_are_at_most_four_and_its_share_of_the_cores(

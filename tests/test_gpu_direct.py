@@ -30,6 +30,20 @@ def test_a_steady_update_waits_launches_and_records_once(place: str, trainer: Ra
     check_rank(facts["trainer"], 2)
 
 
+def test_a_steady_update_asks_the_driver_for_nothing_that_it_knows(trainer: Ranks) -> None:
+    (facts,) = trainer.run(gpu_direct_cases.asks_nothing, dense(), timeout=300)
+    assert facts["right"] == [True] * 3
+    for count in (facts["trainer"], *facts["workers"]):
+        del count["cuStreamQuery"]  # while it waits
+        assert 0 < count.total() < 10, count
+
+
+def test_memory_that_has_changed_under_its_tensors_is_asked_about(trainer: Ranks) -> None:
+    """And no other: the first and the last of two updates in the same memory."""
+    asked = [True, False, True, True, False, True, False]
+    assert trainer.run(gpu_direct_cases.changes, timeout=120) == [[(True, a) for a in asked]]
+
+
 def test_auto_lends_nothing_of_a_gpu(trainer: Ranks) -> None:
     case = (gpu_direct_cases.steady, dense(), "by handle", [0], "auto", 2)
     (facts,) = trainer.run(*case, timeout=300)

@@ -251,6 +251,18 @@ def test_what_has_changed_since_a_former_table_is_described_anew(place: int, cha
     assert _rows(describe(tensors, former=form)) == _rows(describe(tensors))
 
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_table_of_the_same_tensors_is_found_again_unless_one_has_changed(change: str) -> None:
+    tensors = _some()[:-1]
+    table = describe(tensors)
+    assert describe([*tensors], former=table) is table
+    assert describe([*tensors[:-1], tensors[-1][:]], former=table) is not table
+    with torch.no_grad():
+        CHANGES[change](tensors[3])
+    assert describe(tensors, former=table) is not table
+    assert _rows(describe(tensors, former=table)) == _rows(describe(tensors))
+
+
 @pytest.mark.parametrize(
     "dtype", [d for name in DTYPES if (d := getattr(torch, name)).itemsize in (1, 2, 4, 8)]
 )

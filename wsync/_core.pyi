@@ -235,7 +235,8 @@ class TensorTable:
 def describe(tensors: Sequence[Any], names: Sequence[str] | None = None, gpu: bool = False,
              former: TensorTable | None = None) -> TensorTable:
     """Describes torch tensors without copying; `names` are for error messages.  gpu: tensors may be on a GPU, all of
-    them on the same one.  former: a table of the same tensors, or its form(), which saves time if it still holds."""
+    them on the same one.  former: a table of the same tensors, or its form(), which saves time if it still holds.  If a
+    table's own tensors are given, and are where they were, it is returned itself."""
 
 @final
 class BufferTable:
@@ -249,6 +250,8 @@ class BufferTable:
         """Returns the allocations that `of` found around the buffers on a GPU, by address: (address, nbytes, identity,
         piece).  identity: unique among other memory there while this is lent; 0 if no other process can map it.  piece:
         whether it can be lent together with its neighbours.  Addresses of the host are left out."""
+    malloced: Final[bool]
+    """Whether all GPU memory that `of` found was made by cudaMalloc.  Other memory may be unmapped under its tensors."""
     def spans(self) -> bytes:
         """Returns all addresses and lengths, to compare with another table's."""
     def lend(self, allocations: Sequence[tuple[int, int, int, bool]], /) -> Memory:

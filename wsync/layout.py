@@ -106,8 +106,13 @@ class TrainerLayout:
         object.__setattr__(self, "made_from", self.made_from.form())
         self._known.append(self.made_from)
 
-    def bind(self, weights: Mapping[str, Tensor] | None = None) -> _core.TensorTable:
-        """Describes the tensors that hold the parameters now.
+    def bind(
+        self,
+        weights: Mapping[str, Tensor] | None = None,
+        former: _core.TensorTable | None = None,
+    ) -> _core.TensorTable:
+        """Describes the tensors that hold the parameters now.  Returns `former`, an earlier table,
+        if it is of the same tensors, in the same memory.
 
         `weights` ({name: tensor}, names with or without leading `module.`) replaces the model's
         own tensors, as slime's weights_getter does; it may hold more tensors than the layout needs.
@@ -116,7 +121,9 @@ class TrainerLayout:
         shape or strides differ from the layout's.
         """
         tensors = self._current(weights)
-        table = _core.describe(tensors, self.names, gpu=True, former=self._known[0])
+        table = _core.describe(tensors, self.names, gpu=True, former=former or self._known[0])
+        if table is former:
+            return table
         index = table.differs(self.made_from)
         if index is not None and weights is not None:
             _core.BufferTable.of(table)  # StateError before torch reads memory that is not there

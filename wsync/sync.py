@@ -376,10 +376,11 @@ class Sync(Updates):
 
     def _deliver(self, weights: Weights | None, report: Report) -> Connection:
         """Brings the workers of this rank every byte while their engines are paused."""
-        table = self._bind(weights, report)
-        sources = _core.BufferTable.of(table)
+        lending = self._lending
+        table = self._bind(weights, report, lending.table if lending else None)
+        sources = lending.bind(table) if lending else _core.BufferTable.of(table)
         with report.phase("open"):
-            self._lend(sources, of(table))  # before engines are asked for anything
+            self._lend(sources, table)  # before engines are asked for anything
         former, messages = self._connection, None
         begun = former is not None and former.ahead  # workers map what is lent before they pause
         if former is not None and begun:
@@ -410,7 +411,7 @@ class Sync(Updates):
             connection.run(sources, messages, report, bar)
         return connection
 
-    def _lend(self, sources: _core.BufferTable, gpu: str) -> None:
+    def _lend(self, sources: _core.BufferTable, table: _core.TensorTable) -> None:
         """Tells all ranks which weights workers can read in place, and where these are now.  Closes
         the connection if its plan was made for other weights.  With delivery="auto", a connection
         that finds nothing to read in place does not look again."""
@@ -420,7 +421,7 @@ class Sync(Updates):
             self._lends = True
         if lending is None or not self._lends:
             return
-        if lending.share(sources, gpu) and connection is not None:
+        if lending.share(sources, table) and connection is not None:
             self._connection = None
             connection.close()
         lent = any(any(buffers) for _, buffers in lending.pattern)

@@ -230,6 +230,18 @@ static PyObject *buffers_allocations(PyObject *object, PyObject *Py_UNUSED(unuse
     return list;
 }
 
+/* Allocations of cuMemAlloc, which nobody can unmap. */
+static PyObject *buffers_malloced(PyObject *object, void *Py_UNUSED(closure))
+{
+    const wsync_cuda_ranges_t *ranges = &((BufferTableObject *)object)->ranges;
+    bool malloced = true;
+
+    for (size_t i = 0; i < ranges->count; i++) {
+        malloced &= ranges->items[i].legacy;
+    }
+    return PyBool_FromLong(malloced);
+}
+
 static PyObject *buffers_spans(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     const BufferTableObject *self = (BufferTableObject *)object;
@@ -331,6 +343,11 @@ static PyMethodDef buffers_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef buffers_getset[] = {
+    {"malloced", buffers_malloced, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyType_Slot buffers_slots[] = {
     {Py_tp_doc, "BufferTable(spans, owner=None)\n--\n\n"},
     {Py_tp_new, buffers_new},
@@ -338,6 +355,7 @@ static PyType_Slot buffers_slots[] = {
     {Py_tp_traverse, buffers_traverse},
     {Py_tp_clear, buffers_clear},
     {Py_tp_methods, buffers_methods},
+    {Py_tp_getset, buffers_getset},
     {Py_sq_length, buffers_length},
     {Py_sq_item, buffers_item},
     {0, NULL},

@@ -445,6 +445,23 @@ PyObject *wsync_py_table_moved(PyObject *self, PyObject *sequence)
 
 /* --- describe() ----------------------------------------------------------------------- */
 
+/* Whether a table keeps these very tensors, each where it was. */
+static bool is_table_of(describer_t *describer, PyObject *tensors,
+                        const TensorTableObject *table)
+{
+    PyObject *own = table->owners != NULL ? PyList_GetItem(table->owners, 0) : NULL;
+    bool same = own != NULL && PyTuple_Size(own) == table->count &&
+                (table->gpu < 0 || describer->gpu_ok);
+
+    for (Py_ssize_t i = 0; same && i < table->count; i++) {
+        PyObject *tensor = PyTuple_GetItem(tensors, i);
+
+        describer->index = i;
+        same = tensor == PyTuple_GetItem(own, i) && is_there(describer, tensor, table);
+    }
+    return same;
+}
+
 /* former: a table of as many tensors, or NULL. */
 static int describe_one(describer_t *describer, PyObject *tensor, TensorTableObject *table,
                         const TensorTableObject *former)
@@ -540,6 +557,10 @@ static PyObject *describe(PyObject *module, PyObject *args, PyObject *kwargs)
     }
     if (given != Py_None && ((TensorTableObject *)given)->count == PyTuple_Size(tensors)) {
         former = (const TensorTableObject *)given;
+    }
+    if (former != NULL && is_table_of(&describer, tensors, former)) {
+        table = (TensorTableObject *)Py_NewRef(given);
+        goto cleanup;
     }
     table = wsync_py_table_new(describer.state, PyTuple_Size(tensors));
     if (table != NULL) {

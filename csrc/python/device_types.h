@@ -28,9 +28,9 @@ typedef struct EventObject {
 typedef struct BufferTableObject {
     PyObject_HEAD
     size_t count;
-    wsync_span_t *spans; /* owned */
+    wsync_span_t *spans;        /* owned */
     wsync_cuda_ranges_t ranges; /* owned; of `of`: what the spans on a GPU lie in */
-    uint64_t id;         /* that no other table of the process has had */
+    uint64_t id;                /* that no other table of the process has had */
     int gpu;         /* ordinal of the GPU that holds some of the spans; -1: none known */
     bool resident;   /* it holds all of them, as the driver or wsync itself has told */
     PyObject *owner; /* owned; keeps the spans' memory alive; may be NULL */

@@ -72,8 +72,8 @@ typedef struct fake_range {
     struct wsync_cu_context *context; /* of an allocation */
     fake_physical_t *physical;        /* of a mapping */
     int fd;
-    pid_t owner; /* of an opened handle */
-    int owner_fd;
+    pid_t owner;                     /* of an opened handle */
+    unsigned long long owner_buffer; /* its number there */
     long opens;
 } fake_range_t;
 
@@ -220,6 +220,7 @@ void fake_bury(fake_range_t *range);
  * addresses are the host's own.  Locked. */
 void *fake_reach(uintptr_t at);
 EXPORT void *fakecuda_reach(const void *at); /* not locked */
+EXPORT void fakecuda_replace(const void *at);
 /* Whether an operation that has not ended, of those that are no launch of a kernel, names
  * the range; locked. */
 bool fake_range_busy(uintptr_t at, size_t nbytes);

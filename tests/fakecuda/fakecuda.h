@@ -66,6 +66,9 @@ typedef const char *(*fakecuda_failed_func_t)(void);
  * given back; other addresses are the host's own. */
 typedef void *(*fakecuda_reach_func_t)(const void *at);
 
+/* Frees an allocation and makes another one at its address, as the driver may. */
+typedef void (*fakecuda_replace_func_t)(const void *at);
+
 /* --- for tests/fakenccl -----------------------------------------------------------------
  */
 

@@ -20,6 +20,7 @@ typedef struct handle {
     int32_t fd;
     int32_t device; /* the same number in all processes */
     uint64_t nbytes;
+    uint64_t buffer;
     uint64_t mps; /* whether its owner is a client */
 } handle_t;
 
@@ -121,6 +122,26 @@ wsync_cu_result_t fake_mem_free(wsync_cu_ptr_t at)
     return fake_leave(code);
 }
 
+void fakecuda_replace(const void *at)
+{
+    const int fd = memfd_create(ALLOCATION_NAME, MFD_CLOEXEC);
+    fake_range_t *old;
+    fake_range_t *made = NULL;
+
+    fake_lock();
+    old = find_base(FAKE_ALLOCATED, (uintptr_t)at);
+    if (old != NULL && ftruncate(fd, (off_t)pages(old->nbytes)) == 0) {
+        made = map_allocation(fd, old->nbytes, FAKE_ALLOCATED);
+    }
+    if (made != NULL) {
+        made->context = old->context;
+        old->at = made->at;
+        made->at = (uintptr_t)at;
+        unmap_allocation(old);
+    }
+    fake_unlock();
+}
+
 wsync_cu_result_t fake_mem_range(wsync_cu_ptr_t *base, size_t *nbytes, wsync_cu_ptr_t at)
 {
     struct wsync_cu_context *context = NULL;
@@ -166,6 +187,7 @@ wsync_cu_result_t fake_ipc_get_memory(wsync_cu_ipc_t *handle, wsync_cu_ptr_t at)
         made.fd = range->fd;
         made.device = fake.first + range->context->device;
         made.nbytes = range->nbytes;
+        made.buffer = range->buffer;
         made.mps = fake.mps;
         memset(handle, 0, sizeof(*handle));
         memcpy(handle, &made, sizeof(made));
@@ -205,7 +227,7 @@ static wsync_cu_result_t open_new(const handle_t *handle, struct wsync_cu_contex
     }
     range->context = context;
     range->owner = handle->pid;
-    range->owner_fd = handle->fd;
+    range->owner_buffer = handle->buffer;
     *at = range->at;
     return WSYNC_CU_SUCCESS;
 }
@@ -235,7 +257,7 @@ wsync_cu_result_t fake_ipc_open_memory(wsync_cu_ptr_t *at, wsync_cu_ipc_t handle
     fake_lock();
     for (range = fake.ranges; range != NULL; range = range->next) {
         if (range->kind == FAKE_OPENED && range->owner == wanted.pid &&
-            range->owner_fd == wanted.fd) {
+            range->owner_buffer == wanted.buffer) {
             break;
         }
     }

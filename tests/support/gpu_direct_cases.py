@@ -29,6 +29,8 @@ from support.played_gpu import (
     by_handle,
     driver,
     in_pieces,
+    put,
+    replace,
     source_of,
 )
 from support.rows import rows_of, sharded
@@ -94,6 +96,51 @@ def steady(
     }
 
 
+class Torch:
+    """How often a played torch has given memory back to the driver; never, unless it is told."""
+
+    freed = 0
+
+    def frees(self, gpu: int) -> int:
+        return self.freed
+
+
+def asks_nothing(config: Any) -> dict[str, Any]:
+    """`steady`, of a torch that says that it has freed nothing."""
+    with mock.patch.object(lending, "frees", Torch().frees):
+        return steady(config, "by handle", [0], "direct", 2)
+
+
+def changes() -> list[tuple[bool, bool]]:
+    """Updates of the same tensors, whose memory is another one in turn: whether each was right, and
+    whether the driver was asked about memory."""
+    tensors, found = by_handle(weights_of(0)), []
+    a, b = tensors["a"], tensors["b"]
+    torch = Torch()
+
+    def again() -> None:
+        replace(tensors.values())
+        torch.freed += 1
+
+    steps = [
+        *(lambda: None, lambda: None),
+        lambda: a.move(put(a.like)),  # a.data = ..., or a.untyped_storage().resize_(...)
+        again,  # resize_(0), torch.cuda.empty_cache(), resize_(n)
+        lambda: None,
+        lambda: tensors.update(b=PlayedTensor(b.data_ptr(), b.like, b)),  # a view
+        lambda: None,
+    ]
+    with mock.patch.object(lending, "frees", torch.frees), _connected(tensors) as (sync, engine):
+        for seed, change in enumerate(steps):
+            change()
+            fill(tensors, weights_of(seed))
+            begin = position()
+            sync.update(tensors)
+            right = same(engine.weights(), weights_of(seed))
+            found.append((right, calls(begin)[os.getpid()]["cuPointerGetAttributes"] > 0))
+    return found
+
+
 def weights_of(seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -151,7 +198,7 @@ def pauses() -> dict[str, Any]:
     addresses."""
     memory = Pieces(sum(t.nbytes + 512 for t in weights_of(0).values()))
     played = memory.cut(weights_of(1))
-    with _connected(played) as (sync, engine):
+    with mock.patch.object(lending, "frees", Torch().frees), _connected(played) as (sync, engine):
         sync.update()
         memory.unmap()
         paused = _try(sync)

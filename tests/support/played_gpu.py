@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -104,6 +104,19 @@ class PlayedTensor:
     def fill(self, tensor: torch.Tensor) -> None:
         """Copies a contiguous tensor there."""
         ctypes.memmove(reach(self._address), tensor.data_ptr(), tensor.nbytes)
+
+    def move(self, other: PlayedTensor) -> None:
+        """Lies where the other one does from now on, as after `self.data = other`."""
+        self._address, self._memory = other._address, other._memory
+
+
+def replace(tensors: Iterable[PlayedTensor]) -> None:
+    """Gives tensors of put() other memory at their addresses, as if torch had freed theirs and had
+    got some of the driver again."""
+    for tensor in tensors:
+        ctypes.CDLL(os.environ["WSYNC_CUDA_LIB"]).fakecuda_replace(
+            ctypes.c_void_p(tensor.data_ptr())
+        )
 
 
 def reach(address: int) -> int:

@@ -122,6 +122,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return True
 
 
+def frees(ordinal: int | None) -> int | None:
+    """Returns how often torch has given memory of a GPU back to the driver.  Returns None if torch
+    does not tell this, or has begun to count anew (torch.cuda.reset_accumulated_memory_stats)."""
+    if ordinal is None or not torch.cuda.is_available():
+        return None
+    if torch.cuda.get_allocator_backend() != "native":
+        return None
+    stats = torch.cuda.memory_stats_as_nested_dict(ordinal)
+    reserved = stats and stats["reserved_bytes"]["all"]
+    if not reserved or reserved["allocated"] - reserved["freed"] != reserved["current"]:
+        return None
+    return int(stats["num_device_free"])
+
+
 def of_module(module: torch.nn.Module) -> str:
     """Returns the UUID of the GPU of a module's parameters and buffers.  If they are on the host,
     returns ""."""

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Deadline
-from wsync.machine.device import find
+from wsync.machine.device import find, frees, of
 from wsync.machine.lendable import (
     File,
     GpuAllocations,
@@ -88,7 +88,8 @@ class Lending:
         self._allocations = GpuAllocations()
         self._numbers: dict[File | GpuSegment, int] = {}  # of segments with buffers
         self._own: dict[int, _core.Memory] = {}  # segments by number; numbers are not used again
-        self._buffers = _NOTHING  # with the tensors in lent GPU memory
+        self._forget()
+        self._frees: int | None = None  # `frees` before `bind` asked the driver
         self._seen: object = None  # the last addresses, and the memory around them
         self._next = 0
         self._bounds: list[Bound | None] = []  # by buffer; None for an empty or private one
@@ -121,15 +122,33 @@ class Lending:
         self._seen = None
         for source in list(self._numbers):
             self._drop(source)
-        self._buffers = _NOTHING
+        self._forget()
         _sweep()
 
-    def _look(self, buffers: _core.BufferTable, gpu: str) -> None:
-        """Finds out where the buffers are now, and which of them other processes can map.
+    def _forget(self) -> None:
+        self._buffers = _NOTHING  # with the tensors in lent GPU memory
+        self.table: _core.TensorTable | None = None  # of these tensors
 
-        gpu: the UUID of the GPU that some buffers are on, "" if all are in host memory.
+    def bind(self, table: _core.TensorTable) -> _core.BufferTable:
+        """Returns the buffers that the tensors of a table lie in.
+
+        Asks the driver nothing if the table is the last update's, all in memory of cudaMalloc.  Its
+        tensors have been kept since, so that only a storage's resize_ can have returned memory to
+        torch; and torch has freed none.
         """
+        now = frees(table.gpu)
+        if table is self.table and now is not None and now == self._frees:
+            return self._buffers
+        buffers = _core.BufferTable.of(table)
+        self.table, self._frees = None, now if buffers.malloced else None
+        return buffers
+
+    def _look(self, buffers: _core.BufferTable, table: _core.TensorTable) -> None:
+        """Finds out where the buffers are now, and which of them other processes can map."""
         _sweep()
+        if buffers is self._buffers:
+            return
+        gpu = of(table)
         if gpu and self._wholly:
             self._lend_nothing(len(buffers))
             return
@@ -146,7 +165,10 @@ class Lending:
                     raise
                 _log.debug("wsync: all weights go through rings: %s", error)
                 self._lend_nothing(len(spans))
-        self._buffers = buffers if gpu and self._numbers else _NOTHING
+        if gpu and self._numbers:
+            self._buffers, self.table = buffers, table
+        else:
+            self._forget()
 
     def _lend(self, around: Any, spans: Sequence[tuple[int, int]], gpu: str) -> None:
         found: Sequence[LentPlace | None] = around.find(spans)
@@ -228,13 +250,13 @@ class Lending:
             if host == self._host
         )
 
-    def share(self, buffers: _core.BufferTable, gpu: str) -> bool:
+    def share(self, buffers: _core.BufferTable, table: _core.TensorTable) -> bool:
         """Tells all ranks where this rank's buffers are, if that has changed; gives new segments to
         the ranks on its host that hold sessions.  Returns whether a new plan is needed.
 
-        gpu: the UUID of the GPU that some buffers are on, "" if all are in host memory.
+        buffers: what `bind` returns for this table.
         """
-        self._look(buffers, gpu)
+        self._look(buffers, table)
         mine, former = None, self.pattern
         new = sorted(self._own.keys() - self._passed)
         doors = dict[int, _core.Exporter]()
@@ -242,6 +264,7 @@ class Lending:
             if self._bounds != self._told:
                 others = [home for home in self._homes if home != self._rank] if new else []
                 doors = {home: _core.Exporter(self._options.directory) for home in others}
+                gpu = of(table)
                 mine = {
                     "place": place_of(gpu, mps=find(gpu).mps),
                     "places": self._bounds,

@@ -208,9 +208,12 @@ class Updates(abc.ABC):
         parts = self._group.all_gather(self._layout.to_bytes())
         return _core.Layout.merge([_core.Layout.from_bytes(part) for part in parts])
 
-    def _bind(self, weights: Weights | None, report: Report) -> _core.TensorTable:
-        """The current tensors of this rank's buffers.  Codes and scales are made anew."""
-        table = self._source.bind(weights)
+    def _bind(
+        self, weights: Weights | None, report: Report, former: _core.TensorTable | None = None
+    ) -> _core.TensorTable:
+        """The current tensors of this rank's buffers; `former` if they are those of this earlier
+        table.  Codes and scales are made anew."""
+        table = self._source.bind(weights, former if self._image is None else None)
         if self._image is None:
             return table
         self._image.describe(report)
