@@ -155,13 +155,13 @@ def test_an_update_that_transport_has_failed_is_tried_once_more(
     chosen.update_weights()
     assert engine.calls == ["pause", "continue", "pause", "load", "continue"]
     assert engine.version == str(chosen.weight_version) == "5"
-    assert "an update failed, and will be tried once more when all trainer ranks" in caplog.text
+    assert "an update has failed, and is tried once more: engine " in caplog.text
 
     chosen, engine = updated(gone, gone)
     with pytest.raises(wsync.PeerClosedError) as caught:
         chosen.update_weights()
     note = caught.value.__notes__[-1]
-    assert note.startswith("This was the second try.  The first one had failed: engine ")
+    assert note.startswith("This was attempt 2.  The first had failed: engine ")
     assert engine.calls == ["pause", "continue"] * 2
 
     chosen, engine = updated(ValueError("no such weight"))

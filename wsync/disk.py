@@ -187,25 +187,31 @@ class DiskSync(Updates):
                 incomplete, the previous one stays the newest, and engines go on.  If an engine
                 fails to load it, this engine and those that have loaded it stay paused.
         """
-        with self._updating(version, weights) as report, contextlib.ExitStack() as stack:
-            if self._group.rank == 0:
-                stack.enter_context(self._versions.writing())
-            folder = self._write(self._given(weights), report)
-            self._use_up_version()
-            with report.phase("publish"):
-                path = self._from_first(lambda: self._versions.publish(folder))
-                if self._group.rank == 0:
-                    # also if engines fail to load it: failed versions must not pile up
-                    stack.callback(self._versions.prune)
-                if self._published is not None:
-                    self._published(os.fspath(path))
-                    self._group.barrier()
-            with report.phase("engines"):
-                if self._group.rank == 0:
-                    self._load(os.fspath(path), report.version)
-                    self._requests.measure(report)
-                self._group.confirm()
+        report = Report()
+        with self._running("update"):
+            with self._attempt(report, version, weights), contextlib.ExitStack() as stack:
+                self._update(self._given(weights), report, stack)
+            self._end(report)
         return report
+
+    def _update(self, weights: Weights | None, report: Report, stack: contextlib.ExitStack) -> None:
+        if self._group.rank == 0:
+            stack.enter_context(self._versions.writing())
+        folder = self._write(weights, report)
+        self._use_up_version()
+        with report.phase("publish"):
+            path = self._from_first(lambda: self._versions.publish(folder))
+            if self._group.rank == 0:
+                # also if engines fail to load it: failed versions must not pile up
+                stack.callback(self._versions.prune)
+            if self._published is not None:
+                self._published(os.fspath(path))
+                self._group.barrier()
+        with report.phase("engines"):
+            if self._group.rank == 0:
+                self._load(os.fspath(path), report.version)
+                self._requests.measure(report)
+            self._group.confirm()
 
     def _check_engines(self, model: _core.Layout) -> None:
         options, base = self.options, self._base

@@ -112,11 +112,13 @@ class Options:
         retry: for slime's classes: whether an update that fails because an engine was gone,
             restarted or late, or a rank was late, is tried once more before slime sees the error.
             All ranks wait for each other before the second try, for at most 30 s.
-        lost: what happens if some of several engines do not answer or refuse an update.  "raise":
-            the error is raised.  "continue": `Sync.update` repeats the update without them, and
-            `Report.lost` names them.  If two refuse for the same reason, their error is raised.  A
-            remote engine is left out only if it does not answer.  slime's classes use "continue" if
-            args.use_fault_tolerance is set and they are given no options.
+        lost: what `Sync.update` and `stage` do if some of several engines do not answer, are late
+            or refuse an update.  "continue": they try again without these engines, and
+            `Report.lost` names them.  Later updates take an engine back once it answers; one that
+            was late or has refused, once it was restarted.  If two engines that answer are late or
+            refuse an update, the error is raised.  A remote engine is left out only if it does not
+            answer.  "raise": the error is raised.  slime's classes use "raise" unless
+            args.use_fault_tolerance is set or their options say otherwise.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """
@@ -140,7 +142,7 @@ class Options:
     keep: Sequence[str] = ()
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     retry: bool = True
-    lost: str = "raise"
+    lost: str = "continue"
     progress: bool | None = None
 
     def __post_init__(self) -> None:

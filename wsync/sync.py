@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
 
 _log = logging.getLogger("wsync")
+_BROKEN = (_core.PeerClosedError, _core.DeadlineError)  # of a connection
 
 
 class Sync(Updates):
@@ -76,7 +77,8 @@ class Sync(Updates):
             self._roster = self._meet(found)
         self._engines = self._roster.engines  # with lost ones
         self._lost: dict[str, str] = {}  # engines that updates go without, each with the reason
-        self._lost_engines = LostEngines()
+        self._lost_engines = LostEngines()  # the same on rank 0, before the ranks agree
+        self.retries = False  # whether an update is tried once more if a connection breaks
         self._lending = self._make_lending()
 
     def update(
@@ -111,54 +113,69 @@ class Sync(Updates):
                 engines are gone, do not answer or refuse the update, this call updates the others
                 (see `Options.lost`), and later calls update lost engines that have come back.
         """
-        lost, attempt = self._lost, 1
+        with self._running("update"):
+            report = self._repeat(lambda report: self._try(report, version, weights))
+        report.trace.write(self._updates)
+        return report
+
+    def _try(
+        self,
+        report: Report,
+        version: int | str | None,
+        weights: Weights | Callable[[], Weights] | None,
+    ) -> None:
+        with self._attempt(report, version, weights, self._lost_engines.reasons):
+            self._go_without(report.lost)
+            report.trace = self._trace.anew()
+            self._update(self._given(weights), report)
+        self._end(report)
+
+    def _repeat(self, attempt: Callable[[Report], None]) -> Report:
+        """Makes attempts until one succeeds, or until another cannot help.  All ranks make the same
+        attempts.  Returns the report, which all attempts fill in."""
+        report, first, number = Report(), "", 1
+        if self._group.rank == 0:
+            self._lost_engines.begin()
         while True:
             try:
-                return self._attempt(weights, version)
+                attempt(report)
+                return report
             except _core.WsyncError as error:
-                if not self._may_repeat(error, attempt):
-                    still = {name: why for name, why in self._lost.items() if name in lost}
-                    if still != self._lost:
-                        self._leave_out(still)  # the next update tries the others again
+                if not self._may_repeat(error, number):
+                    self._lost_engines.forget()
+                    if first:
+                        error.add_note(f"This was attempt {number}.  The first had failed: {first}")
                     raise
-            attempt += 1
+                first = first or str(error)
+            number += 1
 
-    def _may_repeat(self, error: _core.WsyncError, attempt: int) -> bool:
-        """Whether a failed update may succeed if it is repeated, perhaps without lost engines; the
-        same on all ranks."""
-        if attempt == 1 and CHANGED in str(error):
-            if self._group.rank == 0:
-                self._warn(f"trying once more: {error}")
-            return True
-        if self.options.lost == "raise" or not self._concerns_engines(error):
-            return False
-        known: Any = {"first": attempt == 1, "grouped": self._grouped}
-        find = functools.partial(self._lost_engines.find, self._requests.engines, error, **known)
-        found = self._after_failure(find)
-        if found is None:
-            return False
-        if self._group.rank == 0:
-            for name, reason in found.items():
-                _log.warning("wsync: engine %s is lost, so updates go without it: %s", name, reason)
-        self._leave_out(self._lost | found)
-        return True
+    def _may_repeat(self, error: _core.WsyncError, number: int) -> bool:
+        """Whether an attempt after this failed one may succeed; the same on all ranks."""
+        engines, broken = self._roster.engines, isinstance(error, _BROKEN)
+        once = number == 1 and (CHANGED in str(error) or (self.retries and broken))
+        blamed = any(blames(error, engine.name) for engine in engines) or (self._grouped and broken)
+        may_lose = self.options.lost == "continue" and len(engines) > 1 and blamed
 
-    def _concerns_engines(self, error: _core.WsyncError) -> bool:
-        """Whether some of several engines may have caused an error; the same on all ranks."""
-        engines = self._roster.engines
-        if len(engines) == 1 or any(blames(error, engine.name) for engine in engines):
-            return len(engines) > 1
-        return self._grouped and isinstance(error, _core.PeerClosedError | _core.DeadlineError)
+        def decide() -> bool:
+            known = self._requests.engines
+            if may_lose and self._lost_engines.find(known, error, grouped=self._grouped):
+                return True
+            if once:
+                _log.warning("wsync: an update has failed, and is tried once more: %s", error)
+            return once
+
+        return (once or may_lose) and self._after_failure(decide)
 
     @property
     def _grouped(self) -> bool:
         """Whether workers of engines are members of process groups."""
         return any(map(self._roster.taking, (Delivery.REMOTE, Delivery.BROADCAST)))
 
-    def _leave_out(self, lost: dict[str, str]) -> None:
-        """Makes updates go without these engines, and with all others."""
+    def _go_without(self, lost: dict[str, str]) -> None:
+        """Makes updates go without these engines, and reach all others."""
+        if lost.keys() == self._lost.keys():
+            return
         self._disconnect()
-        self._lost_engines.forget_others(lost)
         self._lost = lost
         engines = [engine for engine in self._engines if engine.name not in lost]
         self._roster = dataclasses.replace(self._roster, engines=engines)
@@ -167,16 +184,6 @@ class Sync(Updates):
             self._lending.close()
         self._lending, self._lends = self._make_lending(), False
 
-    def _take_back(self) -> None:
-        """Makes updates reach lost engines that have come back."""
-        if not self._lost:
-            return
-        mine = self._lost_engines.returned() if self._group.rank == 0 else None
-        if back := self._group.gather_json(mine)[0]:
-            if self._group.rank == 0:
-                _log.info("wsync: engines that are back: %s", ", ".join(back))
-            self._leave_out({name: why for name, why in self._lost.items() if name not in back})
-
     def _make_lending(self) -> Lending | None:
         """Returns what lets workers read in place; None if no worker may."""
         in_place = self._delivery in ("auto", "direct") and self.options.stage != "on"
@@ -184,15 +191,6 @@ class Sync(Updates):
             return None
         known = self._layout, self._group.rank, self._roster, self.options
         return Lending(*known, wholly=self._delivery == "auto")
-
-    def _attempt(
-        self, weights: Weights | Callable[[], Weights] | None, version: int | str | None
-    ) -> Report:
-        with self._updating(version, weights) as report:
-            report.trace = self._trace.anew()
-            self._update(self._given(weights), report)
-        report.trace.write(self._updates)
-        return report
 
     def stage(
         self,
@@ -214,16 +212,26 @@ class Sync(Updates):
             StateError: as in `update`.
             WsyncError: as in `update`.  Engines continue with the weights that they have.
         """
-        with self._running("stage"), self._beginning(version, weights) as report:
+        with self._running("stage"):
+            self._repeat(lambda report: self._stage(report, version, weights))
+            assert self._staged is not None
+            return self._staged[2]
+
+    def _stage(
+        self,
+        report: Report,
+        version: int | str | None,
+        weights: Weights | Callable[[], Weights] | None,
+    ) -> None:
+        with self._attempt(report, version, weights, self._lost_engines.reasons):
+            self._go_without(report.lost)
             report.trace = self._trace.anew()
             given = self._given(weights)
-            self._take_back()
             if brought := self._stages:
                 with self._group.watching(self._watch):
                     self._bring(given, report)
                 given = None
             self._staged = report, given, brought
-        return brought
 
     def commit(self) -> Report:
         """Puts a staged update in place: engines pause, copy it into their weights, and continue
@@ -335,9 +343,6 @@ class Sync(Updates):
         return self._connection is not None and self._connection.staged
 
     def _update(self, weights: Weights | None, report: Report, *, brought: bool = False) -> None:
-        if not brought:
-            self._take_back()
-        report.lost = self._lost
         with self._group.watching(self._watch):
             if brought and self._connection is not None:
                 self._connection.look()  # before anybody pauses

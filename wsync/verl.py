@@ -117,7 +117,9 @@ class WsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         timeout: float = 3600.0,
         **options: Any,
     ) -> None:
-        chosen = {"bucket_nbytes": bucket_size} | wsync.Options.named(_WHERE, options)
+        # verl continues all servers after an update
+        chosen: dict[str, Any] = {"bucket_nbytes": bucket_size, "lost": "raise"}
+        chosen |= wsync.Options.named(_WHERE, options)
         self._options = wsync.Options(**chosen)
         self._timeout = timeout
         self._is_master = is_master

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from wsync._core import InvalidArgumentError
-from wsync.handles.answers import NotOfferedError
+from wsync.handles.answers import NotOfferedError, identity_of
 from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
@@ -71,6 +71,18 @@ def how_started(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
     except NotOfferedError:
         return {}
     return found if isinstance(found, Mapping) else {}
+
+
+def who_answers(engine: EngineHandle, deadline: Deadline) -> tuple[dict[str, Any], str | None]:
+    """The engine's identity, if it tells one, and the version that it reports.
+
+    SGLang answers server_info after its scheduler has done all earlier work.  So a load from disk
+    that was given up has ended before the next load begins."""
+    found: Mapping[str, Any] = engine.model_info(deadline.left) or {}
+    version = found.get("weight_version")
+    if not found.keys() & {"instance", "process"}:
+        found = how_started(engine, deadline.left)
+    return identity_of(found), None if version is None else str(version)
 
 
 def control_only(engine: EngineHandle) -> bool:
@@ -180,8 +192,9 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
     """Handles of a list of engines, or of the list that a callable returns.  Together the engines
     have `timeout` seconds to answer.
 
-    Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice, because it
-    would wait for itself.  An engine that tells its identity is also found under two URLs.
+    Raises InvalidArgumentError if `engines` is no list, if two handles have one name, or if an
+    engine is given twice, because it would wait for itself.  An engine that tells its identity is
+    also found under two URLs.  Objects of this process that have one name are numbered.
     """
     given = engines() if callable(engines) else engines
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -196,6 +209,10 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
                 other = "" if known[key] == made.name else f": {known[key]} is the same engine"
                 raise InvalidArgumentError(f"engine {made.name} is given twice{other}")
             known[key] = made.name
+        if made.name in (other.name for other in handles):
+            if not isinstance(made, LocalHandle):
+                raise InvalidArgumentError(f"two engines are named {made.name}")
+            made.name = f"{made.name} {len(handles)}"
         handles.append(made)
     return handles
 

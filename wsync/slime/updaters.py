@@ -6,17 +6,16 @@ They have the same constructors and the same methods, and are called in the same
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from wsync import _core, megatron
 from wsync.disk import DiskSync
-from wsync.exchange.trainer_group import TrainerGroup, together
+from wsync.exchange.trainer_group import together
 from wsync.layout import TrainerLayout
 from wsync.options import Options
 from wsync.sync import Sync
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "WSYNC_OPTIONS"
-_TRANSPORT: Final = (_core.PeerClosedError, _core.DeadlineError)
-_MEET_SECONDS: Final = 30.0  # for all ranks to leave a failed update
 
 
 class Updater:
@@ -83,7 +80,6 @@ class Updater:
             )
         )
         self._sync: Sync | DiskSync | None = None
-        self._calls = 0  # number of calls of update_weights
 
     def _connect(
         self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None
@@ -115,6 +111,8 @@ class Updater:
         """
         self.disconnect_rollout_engines()
         self._sync = self._connect(rollout_engines, engine_gpu_offsets)
+        if isinstance(self._sync, Sync):
+            self._sync.retries = self._options.retry
         if self._source.rank == 0:
             ways = self._sync.reached or self._nobody
             _log.info("wsync: %s: %s", type(self).__name__, ways)
@@ -129,41 +127,11 @@ class Updater:
         """
         if self._sync is None:
             raise _core.StateError("call connect_rollout_engines before update_weights")
-        self._calls += 1
+        self._sync.version = self.weight_version
         try:
-            self._update(self._sync)
-        except _TRANSPORT as error:
-            if not self._options.retry:
-                raise
-            patience = min(_MEET_SECONDS, self._options.exchange_deadline)
-            if self._source.rank == 0:
-                _log.warning(
-                    "wsync: an update failed, and will be tried once more when all trainer ranks "
-                    "have left it: %s",
-                    error,
-                )
-            # a rank that saw the update succeed does not come: the engines would get its next
-            # weights together with the old ones of the others
-            meeting = f"update {self._calls} again"
-            try:
-                all_ranks = TrainerGroup(self._source.group, timeout=patience, meeting=meeting)
-            except _core.WsyncError:
-                all_ranks = None
-            if all_ranks is None:
-                raise
-            try:
-                with contextlib.closing(all_ranks):
-                    self._update(self._sync)
-            except _core.WsyncError as again:
-                again.add_note(f"This was the second try.  The first one had failed: {error}")
-                raise
-
-    def _update(self, sync: Sync | DiskSync) -> None:
-        sync.version = self.weight_version
-        try:
-            report = sync.update(self._weights_getter)
+            report = self._sync.update(self._weights_getter)
         finally:  # a failed update may already have told somebody its version
-            self.weight_version = sync.version
+            self.weight_version = self._sync.version
         self.update_weight_metrics = report.metrics(whole=False)
 
     def pop_metrics(self) -> dict[str, float]:
@@ -183,9 +151,8 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
     may come from the environment or `args`.  Weights are quantised with slime's arithmetic."""
     if options is None:
         most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
-        chosen: dict[str, Any] = {"bucket_nbytes": most}
-        if getattr(args, "use_fault_tolerance", False):
-            chosen["lost"] = "continue"
+        lost = "continue" if getattr(args, "use_fault_tolerance", False) else "raise"
+        chosen: dict[str, Any] = {"bucket_nbytes": most, "lost": lost}
         chosen |= Options.named(_VARIABLE, os.environ.get(_VARIABLE) or {})
         chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
         options = Options(**chosen)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wsync._core import PeerClosedError, RemoteError, StateError
-from wsync.handles.answers import identity_of
-from wsync.handles.base import EngineHandle, send_control, show_drafts
+from wsync.handles.base import EngineHandle, send_control, show_drafts, who_answers
 from wsync.handles.worker_facts import worker_facts
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
@@ -36,7 +35,8 @@ class CheckedEngine:
         sent: whether the engine was sent weights since it paused, and may hold a part of an update.
         joined: whether its workers were asked to join an update since it paused; only they know
             whether they have written anything.
-        paused_seconds: how long the last update kept the engine from generating.
+        paused_seconds: how long the engine did not generate: since the last update paused it, or
+            since an earlier one did that failed and left it paused.
     """
 
     def __init__(self, engine: EngineHandle, before: CheckedEngine | None = None) -> None:
@@ -48,7 +48,7 @@ class CheckedEngine:
         self.sent: bool = before is not None and before.sent
         self.joined: bool = before is not None and before.joined
         self.paused_seconds = 0.0
-        self._since = 0.0  # when it was asked to pause
+        self._since: float = 0.0 if before is None else before._since  # when it was asked to pause
         self._during: Any = engine
         self._identity: dict[str, Any] = {}
         self._version: str | None = None  # that the engine must report
@@ -56,8 +56,6 @@ class CheckedEngine:
         self._updating: str | None = None  # the temporary version, if the engine is given one
         self._shown = ""  # a session whose workers know the engine's drafts
         self._given_up = False
-        # of the failed update: whether the engine was restarted before it, and its identity
-        self._failed = (True, {}) if before is None else (before.restarted, before._identity)
 
     @property
     def unanswered(self) -> list[str]:
@@ -70,12 +68,6 @@ class CheckedEngine:
         if self._given_up:
             raise StateError(f"engine {self.name}: not called, because its update was given up")
         return self._during
-
-    def restarted_since(self, identity: object) -> bool:
-        """Whether an engine that now has this identity was restarted during or before the failed
-        update, since the last successful one."""
-        restarted, known = self._failed
-        return restarted or identity != known
 
     def give_up(self) -> None:
         """Keeps this update's threads from sending further requests.  The next update uses another
@@ -113,10 +105,11 @@ class CheckedEngine:
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline, former, given = Deadline(timeout), self._identity, self._version
-        self.stopped, self._since = True, time.perf_counter()
+        if not self.stopped:
+            self.stopped, self._since = True, time.perf_counter()
         self._during = self._for_one_update()
         self._told.pause(mode, timeout)
-        self._identity, self._version = self._ask(deadline)
+        self._identity, self._version = who_answers(self._told, deadline)
         self._before = self._version
         stock = "instance" not in self._identity and self._version is not None
         self._updating = f"{UPDATING}{secrets.token_hex(12)}" if stock else None
@@ -152,7 +145,7 @@ class CheckedEngine:
     def verify(self, timeout: float) -> None:
         """Raises PeerClosedError if the engine is not the one that was paused, or does not report
         the version that it must report."""
-        identity, version = self._ask(Deadline(timeout))
+        identity, version = who_answers(self._told, Deadline(timeout))
         for what, before in self._identity.items():
             if identity.get(what) != before:
                 raise PeerClosedError(
@@ -194,15 +187,3 @@ class CheckedEngine:
         self.joined, self.sent = True, self.sent or not joins
         self._version = None if weight_version is None else str(weight_version)
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
-
-    def _ask(self, deadline: Deadline) -> tuple[dict[str, Any], str | None]:
-        """The engine's identity, if it tells one, and the version that it reports.
-
-        SGLang answers server_info after its scheduler has done all earlier work.  So a load from
-        disk that was given up has ended before the next load begins."""
-        found = self._told.model_info(deadline.left) or {}
-        version = found.get("weight_version")
-        if not found.keys() & {"instance", "process"}:
-            asks = hasattr(type(self._during), "server_info")
-            found = (self._told.server_info(deadline.left) or {}) if asks else {}
-        return identity_of(found), None if version is None else str(version)

@@ -2,84 +2,93 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from concurrent.futures import wait
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from wsync._core import DeadlineError, PeerClosedError
-from wsync.handles.answers import identity_of
-from wsync.handles.base import EngineHandle, how_started
+from wsync.handles.base import EngineHandle, who_answers
 from wsync.machine.daemon_threads import start
+from wsync.machine.deadline import Deadline
 from wsync.trainer.checked_engine import CheckedEngine
 
+_log = logging.getLogger("wsync")
 _SUSPECT_SECONDS: Final = 5.0  # for an engine to answer after an update has failed
 _RETURN_SECONDS: Final = 1.0  # for a lost engine to answer before an update
+
+
+class _Lost(NamedTuple):
+    """A lost engine.  answer: who answered then (`who_answers`); None if nobody did."""
+
+    handle: EngineHandle
+    reason: str
+    answer: Any
 
 
 class LostEngines:
     """Finds engines that are lost, and engines that have come back.  Used on rank 0."""
 
     def __init__(self) -> None:
-        # by name: the handle, and the identity that has refused updates; None if it did not answer
-        self._lost: dict[str, tuple[EngineHandle, Mapping[str, Any] | None]] = {}
-        self._refused = set[str]()  # why engines have refused the update
+        self._lost: dict[str, _Lost] = {}
+        self._earlier = set[str]()  # engines that were lost before the current update
+        self._closed = self._refused = False  # what has failed attempts of the current update
 
-    def find(
-        self,
-        engines: Sequence[CheckedEngine],
-        error: Exception,
-        *,
-        first: bool,
-        grouped: bool,
-    ) -> dict[str, str] | None:
-        """Returns the engines to repeat a failed update without, each with the reason; None if
-        repeating cannot help: no engine is to blame, or none would be left, or two have refused it.
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each lost engine is lost, by name."""
+        return {name: lost.reason for name, lost in self._lost.items()}
 
-        An engine is lost if it does not answer, or if the error names it.  If two engines refuse an
-        update for the same reason, the trainer is to blame.
+    def begin(self) -> None:
+        """Begins an update.  Engines that have come back are no longer lost: an engine that did not
+        answer comes back when it answers, an engine that refused an update after a restart."""
+        answers = _ask([lost.handle for lost in self._lost.values()], _RETURN_SECONDS)
+        for name, answer in answers.items():
+            if not isinstance(answer, Exception) and answer != self._lost[name].answer:
+                del self._lost[name]
+                _log.info("wsync: engine %s is back", name)
+        self._earlier = {*self._lost}
+        self._closed = self._refused = False
 
-        first: whether the update has failed for the first time.  Then an engine that was restarted
-        is not lost: its connection was closed, and it takes the update if it is connected anew.
+    def forget(self) -> None:
+        """Forgets what the current update has found, because it has failed in the end."""
+        self._lost = {name: lost for name, lost in self._lost.items() if name in self._earlier}
+
+    def find(self, engines: Sequence[CheckedEngine], error: Exception, *, grouped: bool) -> bool:
+        """Finds the engines to blame for a failed attempt; returns whether another attempt without
+        them may succeed.
+
+        An engine is lost if it does not answer, or if the error names it.  After a first closed
+        connection an engine that answers stays, because it may have been restarted and may take the
+        update from a new connection.  If a second engine that answers is late or refuses the
+        update, the trainer is to blame.
+
         grouped: whether engines are members of process groups.  When a member ends, the others
         report an error, too.  So an engine that answers is not to blame for a group's error.
         """
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
-        closed = first and isinstance(error, PeerClosedError)
-        found, lost, spared = dict[str, str](), dict[str, Any](), False
+        closed = isinstance(error, PeerClosedError)
+        first = closed and not self._closed
+        self._closed |= closed
+        found, refused = dict[str, _Lost](), False
         for engine in engines:
             name, answer, named = engine.name, answers[engine.name], blames(error, engine.name)
-            gone = isinstance(answer, Exception)
-            if closed and (named or grouped) and not gone and engine.restarted_since(answer):
-                spared = True
-            elif gone or (named and not grouped):
-                found[name] = str(error if named else answer)
-                lost[name] = engine.handle, None if gone else answer
-        refused = set[str]()
-        if not isinstance(error, PeerClosedError | DeadlineError):
-            blamed_ones = (name for name in found if blames(error, name))
-            refused = {_reason(str(error), name) for name in blamed_ones}
-        self._refused = set() if first else self._refused
-        if len(found) == len(engines) or not (found or spared) or refused & self._refused:
-            return None
+            why = str(error if named else answer)
+            silent = isinstance(answer, Exception) and (named or isinstance(error, DeadlineError))
+            if silent or isinstance(answer, PeerClosedError):
+                found[name] = _Lost(engine.handle, why, None)
+            elif named and not grouped and not first:
+                refused |= not closed
+                stays = "; it stays paused" if engine.stopped else ""
+                found[name] = _Lost(engine.handle, why + stays, answer)
+        if len(found) == len(engines) or not (found or first) or (refused and self._refused):
+            return False
         self._refused |= refused
-        self._lost |= lost
-        return found
-
-    def forget_others(self, names: Container[str]) -> None:
-        """Forgets all lost engines but these."""
-        self._lost = {name: lost for name, lost in self._lost.items() if name in names}
-
-    def returned(self) -> list[str]:
-        """Returns the names of lost engines that take updates again.  An engine that did not answer
-        returns when it answers.  An engine that refused an update returns after a restart."""
-        answers = _ask([engine for engine, _ in self._lost.values()], _RETURN_SECONDS)
-        return [
-            name
-            for name, answer in answers.items()
-            if not isinstance(answer, Exception) and answer != self._lost[name][1]
-        ]
+        self._lost |= found
+        for name, lost in found.items():
+            _log.warning("wsync: updates go without engine %s: %s", name, lost.reason)
+        return True
 
 
 def blames(error: Exception, engine: str) -> bool:
@@ -87,25 +96,14 @@ def blames(error: Exception, engine: str) -> bool:
     return f"engine {engine}: " in str(error)
 
 
-def _reason(text: str, engine: str) -> str:
-    """The part of an error that may be the same for several engines."""
-    return re.sub(r"\d+", "", text.partition(f"engine {engine}: ")[2])
-
-
 def _ask(engines: Sequence[EngineHandle], timeout: float) -> dict[str, Any]:
-    """Returns the identity of each engine by name, or the error of one that does not answer."""
+    """Returns who answers for each engine, or the error of one that does not answer, by name."""
     calls = {
-        engine.name: start("wsync-ask", partial(_identity, engine, timeout)) for engine in engines
+        engine.name: start("wsync-ask", partial(who_answers, engine, Deadline(timeout)))
+        for engine in engines
     }
     wait(calls.values(), timeout)
     late = TimeoutError(f"no answer within {timeout:.0f} s")
     return {
         n: call.exception() or call.result() if call.done() else late for n, call in calls.items()
     }
-
-
-def _identity(engine: EngineHandle, timeout: float) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = engine.model_info(timeout) or {}
-    if not found.keys() & {"instance", "process"}:
-        found = how_started(engine, timeout)
-    return identity_of(found)

@@ -41,7 +41,7 @@ with warnings.catch_warnings():  # it warns if ipywidgets is missing
 
 _log = logging.getLogger("wsync")
 _SHARED_OPTIONS = (  # the same on all ranks, so that ranks plan alike and meet
-    *("exchange", "broadcast", "backend", "quantise", "park", "stage"),
+    *("exchange", "broadcast", "backend", "quantise", "park", "stage", "lost"),
     *("round_nbytes", "ring_nbytes", "bucket_nbytes"),
 )
 _MEET_SECONDS = 30.0  # for all ranks to leave a failed update
@@ -230,24 +230,25 @@ class Updates(abc.ABC):
             yield
 
     @contextlib.contextmanager
-    def _updating(self, version: int | str | None, weights: object) -> Iterator[Report]:
-        """Wraps one update; the block fills in its report.  weights: what the caller gave."""
-        with self._running("update"):
-            with self._beginning(version, weights) as report:
-                yield report
-            self._end(report)
+    def _attempt(
+        self,
+        report: Report,
+        version: int | str | None,
+        weights: object,
+        lost: Mapping[str, str] | None = None,
+    ) -> Iterator[None]:
+        """Wraps one attempt at an update, or its first part, in which ranks agree.
 
-    @contextlib.contextmanager
-    def _beginning(self, version: int | str | None, weights: object) -> Iterator[Report]:
-        """Wraps an update or its first part, in which ranks agree on the version."""
+        weights: what the caller gave.  lost: on rank 0, the engines that the update goes without,
+        each with the reason."""
         self._updates += 1  # first: what follows may fail on this rank only
         self._renew()
-        report = Report()
         with self._one_error(report):
             given = weights is not None if self._source.names else None
-            report.version = text = self._agree(version, given)
+            report.version, report.lost = self._agree(version, given, dict(lost or {}))
+            text = report.version
             self._next_version = int(text) if text.isdecimal() else self.version + 1
-            yield report
+            yield
 
     def _end(self, report: Report) -> None:
         """Ends an update that has succeeded on all ranks."""
@@ -258,10 +259,12 @@ class Updates(abc.ABC):
             with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
                 self._log_update(report)
 
-    def _agree(self, version: object, given: bool | None) -> str:
-        """The version of an update, the same on all ranks.  If a rank gives none, the version is
-        one more than the last version of any rank, because some rank may have missed the end of the
-        last update.
+    def _agree(
+        self, version: object, given: bool | None, lost: dict[str, str]
+    ) -> tuple[str, dict[str, str]]:
+        """Returns the version of an update and rank 0's lost engines, the same on all ranks.  If a
+        rank gives no version, it is one more than the last version of any rank, because some rank
+        may have missed the end of the last update.
 
         given: whether the caller gave weights on this rank; None if this rank has no parameters.
 
@@ -272,8 +275,8 @@ class Updates(abc.ABC):
                 version, so that one of them may be in another step than the others.
         """
         text = None if version is None else version_text(version)
-        told = self._group.gather_json([self.version, text, given, self._updates])
-        counts, texts, givens, called = zip(*told, strict=True)
+        told = self._group.gather_json([self.version, text, given, self._updates, lost])
+        counts, texts, givens, called, losts = zip(*told, strict=True)
         if None in texts and len(set(called)) > 1:
             raise _core.StateError(
                 f"trainer ranks have called update() different numbers of times ({list(called)}, "
@@ -289,7 +292,7 @@ class Updates(abc.ABC):
                 f"{givens.index(False)} does not"
             )
         self._updates = max(called)
-        return meant[0]
+        return meant[0], losts[0]
 
     def _log_update(self, report: Report) -> None:
         """Logs one line for each update.  Warns once of anything that makes updates slower."""
@@ -327,8 +330,8 @@ class Updates(abc.ABC):
             self._group = TrainerGroup(self._source.group, timeout=timeout, meeting=self._meeting)
             self._group.begin()
 
-    def _after_failure(self, ask: Callable[[], object]) -> Any:
-        """Returns what `ask` returns on rank 0, when the last update has failed on all ranks; None
+    def _after_failure(self, decide: Callable[[], bool]) -> bool:
+        """Returns what `decide` returns on rank 0, when the attempt has failed on all ranks; False
         if it may have succeeded on some rank, whose next weights would meet this rank's old ones.
         """
         timeout = min(_MEET_SECONDS, self.options.exchange_deadline)
@@ -336,9 +339,9 @@ class Updates(abc.ABC):
         try:
             group = TrainerGroup(self._source.group, timeout=timeout, meeting=meeting)
             with contextlib.closing(group):
-                return group.gather_json(ask() if group.rank == 0 else None)[0]
+                return bool(group.gather_json(decide() if group.rank == 0 else None)[0])
         except _core.WsyncError:
-            return None
+            return False
 
     @contextlib.contextmanager
     def _one_error(self, report: Report | None = None) -> Iterator[None]:
