@@ -157,8 +157,8 @@ class Sync(Updates):
         may_lose = self.options.lost == "continue" and len(engines) > 1 and blamed
 
         def decide() -> bool:
-            known = self._requests.engines
-            if may_lose and self._lost_engines.find(known, error, grouped=self._grouped):
+            known: Any = {"busy": self._requests.busy, "grouped": self._grouped}
+            if may_lose and self._lost_engines.find(self._requests.engines, error, **known):
                 return True
             if once:
                 _log.warning("wsync: an update has failed, and is tried once more: %s", error)

@@ -16,6 +16,7 @@ from support.ray_double import Actor
 import wsync
 from wsync.layout import from_tensors
 from wsync.slime import install, updaters
+from wsync.trainer import updates_base
 
 
 class Staged:
@@ -47,16 +48,16 @@ def fail_once(alone: bool) -> dict[str, Any]:
     updater.connect_rollout_engines([engine])
     with pytest.MonkeyPatch.context() as patch:
         if alone:
-            patch.setattr(updaters, "_MEET_SECONDS", 2.0)
+            patch.setattr(updates_base, "_MEET_SECONDS", 2.0)
         if alone and dist.get_rank() == 0:
             sync: Any = updater._sync
-            update = sync.update
+            attempt = sync._try
 
-            def late(weights: Any) -> None:
-                update(weights)
+            def late(*arguments: Any) -> None:
+                attempt(*arguments)
                 raise wsync.DeadlineError("rank 0 has missed the end")
 
-            patch.setattr(sync, "update", late)
+            patch.setattr(sync, "_try", late)
         error = error_of(updater.update_weights)
     updater.disconnect_rollout_engines()
     return {"error": error, "version": updater.weight_version}

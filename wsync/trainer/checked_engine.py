@@ -56,6 +56,8 @@ class CheckedEngine:
         self._updating: str | None = None  # the temporary version, if the engine is given one
         self._shown = ""  # a session whose workers know the engine's drafts
         self._given_up = False
+        # in the failed update: whether the engine was restarted before it, and its identity
+        self._failed = (True, {}) if before is None else (before.restarted, before._identity)
 
     @property
     def unanswered(self) -> list[str]:
@@ -68,6 +70,12 @@ class CheckedEngine:
         if self._given_up:
             raise StateError(f"engine {self.name}: not called, because its update was given up")
         return self._during
+
+    def restarted_since(self, identity: object) -> bool:
+        """Whether an engine that now has this identity was restarted since the last successful
+        update."""
+        restarted, known = self._failed
+        return restarted or identity != known
 
     def give_up(self) -> None:
         """Keeps this update's threads from sending further requests.  The next update uses another

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -33,7 +33,7 @@ class LostEngines:
     def __init__(self) -> None:
         self._lost: dict[str, _Lost] = {}
         self._earlier = set[str]()  # engines that were lost before the current update
-        self._closed = self._refused = False  # what has failed attempts of the current update
+        self._spared = self._refused = False  # engines of the current update
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -49,41 +49,56 @@ class LostEngines:
                 del self._lost[name]
                 _log.info("wsync: engine %s is back", name)
         self._earlier = {*self._lost}
-        self._closed = self._refused = False
+        self._spared = self._refused = False
 
     def forget(self) -> None:
         """Forgets what the current update has found, because it has failed in the end."""
         self._lost = {name: lost for name, lost in self._lost.items() if name in self._earlier}
 
-    def find(self, engines: Sequence[CheckedEngine], error: Exception, *, grouped: bool) -> bool:
+    def find(
+        self,
+        engines: Sequence[CheckedEngine],
+        error: Exception,
+        *,
+        busy: Container[str],
+        grouped: bool,
+    ) -> bool:
         """Finds the engines to blame for a failed attempt; returns whether another attempt without
         them may succeed.
 
-        An engine is lost if it does not answer, or if the error names it.  After a first closed
-        connection an engine that answers stays, because it may have been restarted and may take the
-        update from a new connection.  If a second engine that answers is late or refuses the
-        update, the trainer is to blame.
+        An engine is lost if it does not answer, or if the error names it.  But an engine that was
+        restarted is spared once: its connection was closed, and it takes the update from a new one.
+        If a second engine that answers is late or refuses the update, the trainer is to blame.
 
+        busy: engines with requests under way.  When a deadline has passed, they are to blame: an
+        engine that has waited for them may have been the first to say so.
         grouped: whether engines are members of process groups.  When a member ends, the others
         report an error, too.  So an engine that answers is not to blame for a group's error.
         """
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
-        closed = isinstance(error, PeerClosedError)
-        first = closed and not self._closed
-        self._closed |= closed
-        found, refused = dict[str, _Lost](), False
+        closed, late = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
+        waiting = late and any(engine.name in busy for engine in engines)
+        found, spared, refused = dict[str, _Lost](), False, False
         for engine in engines:
-            name, answer, named = engine.name, answers[engine.name], blames(error, engine.name)
+            name, answer = engine.name, answers[engine.name]
+            named = name in busy if waiting else blames(error, name)
             why = str(error if named else answer)
-            silent = isinstance(answer, Exception) and (named or isinstance(error, DeadlineError))
+            silent = isinstance(answer, Exception) and (named or late)
             if silent or isinstance(answer, PeerClosedError):
                 found[name] = _Lost(engine.handle, why, None)
-            elif named and not grouped and not first:
+            elif not (named or grouped) or isinstance(answer, Exception):
+                continue
+            elif closed and not self._spared and engine.restarted_since(answer[0]):
+                spared = True
+            elif named and not grouped:
                 refused |= not closed
+                # a request that was cut off says nothing of the next one
+                again = closed and f"engine {name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
-                found[name] = _Lost(engine.handle, why + stays, answer)
-        if len(found) == len(engines) or not (found or first) or (refused and self._refused):
+                found[name] = _Lost(engine.handle, why + stays, None if again else answer)
+        if len(found) == len(engines) or not (found or spared) or (refused and self._refused):
             return False
+        self._spared |= spared
         self._refused |= refused
         self._lost |= found
         for name, lost in found.items():

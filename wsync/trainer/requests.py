@@ -123,6 +123,11 @@ class EngineRequests:
         # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
 
+    @property
+    def busy(self) -> set[str]:
+        """The names of engines with requests of failed updates under way."""
+        return {name for name, call in self._left if not call.done()}
+
     def leave_out(self, names: Container[str]) -> None:
         """Makes no further requests to these engines, but to all others.  The engines keep their
         order."""
