@@ -27,6 +27,7 @@ from wsync.trainer.connection import Connection
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
+    "lost": "raise",
     "progress": False,
     "delivery": "distributed",
     "broadcast": "bucket",

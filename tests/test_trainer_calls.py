@@ -23,7 +23,7 @@ from wsync.handles.base import handles_of
 from wsync.trainer.requests import Calls
 from wsync.trainer.sessions.stock import StockSession
 
-OPTIONS = wsync.Options(deadline=60.0, progress=False)
+OPTIONS = wsync.Options(deadline=60.0, progress=False, lost="raise")
 
 
 def never() -> None:

@@ -118,7 +118,7 @@ def test_parked_rings_take_no_memory_between_updates(
 
 def test_an_engine_that_dies_while_its_ring_is_parked_is_named(config: Any) -> None:
     weights = draw(config, 1)
-    options = wsync.Options(deadline=60, progress=False, park=True)
+    options = wsync.Options(deadline=60, progress=False, park=True, lost="raise")
     with victim_and_survivor(config) as (victim, survivor):
         with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
             sync.update()
@@ -406,7 +406,9 @@ def test_a_stalled_engine_costs_the_deadline_and_the_next_update_recovers(
 
 def test_an_engine_that_dies_during_an_update_is_named(config: Any) -> None:
     weights = draw(config, 1)
-    options = wsync.Options(deadline=60, round_nbytes=1 << 12, ring_nbytes=1 << 13, progress=False)
+    options = wsync.Options(
+        deadline=60, round_nbytes=1 << 12, ring_nbytes=1 << 13, progress=False, lost="raise"
+    )
     with victim_and_survivor(config) as (victim, survivor):
         with wsync.connect(weights, engines=[victim, survivor], options=options) as sync:
             sync.update()

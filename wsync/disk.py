@@ -190,20 +190,21 @@ class DiskSync(Updates):
         report = Report()
         with self._running("update"):
             with self._attempt(report, version, weights), contextlib.ExitStack() as stack:
-                self._update(self._given(weights), report, stack)
+                if self._group.rank == 0:
+                    stack.enter_context(self._versions.writing())
+                folder = self._write(self._given(weights), report)
+                self._deliver(folder, report, stack)
             self._end(report)
         return report
 
-    def _update(self, weights: Weights | None, report: Report, stack: contextlib.ExitStack) -> None:
-        if self._group.rank == 0:
-            stack.enter_context(self._versions.writing())
-        folder = self._write(weights, report)
+    def _deliver(self, folder: Path, report: Report, last: contextlib.ExitStack) -> None:
+        """Publishes a version and makes every engine load it.  last: what to do in the end."""
         self._use_up_version()
         with report.phase("publish"):
             path = self._from_first(lambda: self._versions.publish(folder))
             if self._group.rank == 0:
                 # also if engines fail to load it: failed versions must not pile up
-                stack.callback(self._versions.prune)
+                last.callback(self._versions.prune)
             if self._published is not None:
                 self._published(os.fspath(path))
                 self._group.barrier()

@@ -26,6 +26,7 @@ from wsync.trainer.connection import Connection
 
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
+    "lost": "raise",
     "progress": False,
     "delivery": "distributed",
     "round_nbytes": 1 << 15,

@@ -32,6 +32,7 @@ from wsync.trainer.connection import Connection
 GPUS = 8
 OPTIONS: dict[str, Any] = {
     "deadline": 60.0,
+    "lost": "raise",
     "progress": False,
     "delivery": "distributed",
     "round_nbytes": 1 << 15,

@@ -75,6 +75,7 @@ class TrainerGroup:
         self._update = 0  # in this group; ranks may have been in different numbers of groups
         self.rank, self.size = 0, 1
         self.name, self.hosts = secrets.token_hex(8), [host_identity()]
+        self._pids = [os.getpid()]
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -172,7 +173,7 @@ class TrainerGroup:
         text = str(error)
         if not text.startswith("trainer rank "):  # which a published error does
             text = f"trainer rank {self.rank}: {text}"
-            if isinstance(error, _core.PeerClosedError) and (ended := self._ended()):
+            if isinstance(error, _core.PeerClosedError) and (ended := self._await_end()):
                 text, error = ended, _core.PeerClosedError(ended)
         said = json.dumps({"class": type(error).__name__, "text": text, "update": self._update})
         writing = self._thread.submit(lambda: self._store.compare_set("error", "", said).decode())
@@ -190,16 +191,20 @@ class TrainerGroup:
     def _read(self) -> str:
         return _result(self._thread.submit(self._look), self.timeout)
 
-    def _ended(self) -> str:
-        """Says which rank on this host has ended; "" if none has.  Called after a connection has
-        broken."""
-        deadline = Deadline(VERDICT_SECONDS)  # a process closes its sockets a little before it ends
-        while deadline.left:
-            for rank, (host, pid) in enumerate(zip(self.hosts, self._pids, strict=True)):
-                if host == self.hosts[self.rank] and has_ended(pid):
-                    return f"trainer rank {rank} (pid {pid}) has ended"
-            time.sleep(POLL_SECONDS)
+    def ended(self) -> str:
+        """Says which rank on this host has ended; "" if none has."""
+        for rank, (host, pid) in enumerate(zip(self.hosts, self._pids, strict=True)):
+            if host == self.hosts[self.rank] and has_ended(pid):
+                return f"trainer rank {rank} (pid {pid}) has ended"
         return ""
+
+    def _await_end(self) -> str:
+        """Waits a moment for a rank to end, because a process closes its sockets a little before;
+        returns `ended`.  Called after a connection has broken."""
+        deadline = Deadline(VERDICT_SECONDS)
+        while not (ended := self.ended()) and deadline.left:
+            time.sleep(POLL_SECONDS)
+        return ended
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Returns all ranks' bytes, by rank."""

@@ -192,9 +192,9 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
     """Handles of a list of engines, or of the list that a callable returns.  Together the engines
     have `timeout` seconds to answer.
 
-    Raises InvalidArgumentError if `engines` is no list, if two handles have one name, or if an
-    engine is given twice, because it would wait for itself.  An engine that tells its identity is
-    also found under two URLs.  Objects of this process that have one name are numbered.
+    Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice, because it
+    would wait for itself.  An engine that tells its identity is also found under two URLs.  Objects
+    of this process that have one name are numbered.
     """
     given = engines() if callable(engines) else engines
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -209,9 +209,7 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
                 other = "" if known[key] == made.name else f": {known[key]} is the same engine"
                 raise InvalidArgumentError(f"engine {made.name} is given twice{other}")
             known[key] = made.name
-        if made.name in (other.name for other in handles):
-            if not isinstance(made, LocalHandle):
-                raise InvalidArgumentError(f"two engines are named {made.name}")
+        if isinstance(made, LocalHandle) and made.name in (other.name for other in handles):
             made.name = f"{made.name} {len(handles)}"
         handles.append(made)
     return handles

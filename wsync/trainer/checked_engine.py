@@ -17,7 +17,7 @@ from wsync.messages.control import UPDATING, Control
 class CheckedEngine:
     """A handle that checks its engine, for the updates of one connection.
 
-    `pause` begins an update, and notes the engine's identity and the version that it reports.  An
+    `pause` begins an update: it notes the engine's identity and the version that it reports.  An
     SGLang engine is given the update's version only if both are unchanged.  Before and after the
     engine continues, its identity must be unchanged, and it must report the version it was given.
 
@@ -113,15 +113,16 @@ class CheckedEngine:
 
     def pause(self, mode: str, timeout: float) -> None:
         deadline, former, given = Deadline(timeout), self._identity, self._version
-        if not self.stopped:
-            self.stopped, self._since = True, time.perf_counter()
         self._during = self._for_one_update()
-        self._told.pause(mode, timeout)
+        # before the pause, which this would make longer
         self._identity, self._version = who_answers(self._told, deadline)
         self._before = self._version
         stock = "instance" not in self._identity and self._version is not None
         self._updating = f"{UPDATING}{secrets.token_hex(12)}" if stock else None
         self.restarted = self._identity != former or (stock and self._version != given)
+        if not self.stopped:
+            self.stopped, self._since = True, time.perf_counter()
+        self._told.pause(mode, deadline.left)
 
     def flush(self, timeout: float) -> None:
         self._told.flush(timeout)

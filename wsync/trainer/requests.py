@@ -131,10 +131,10 @@ class EngineRequests:
     def leave_out(self, names: Container[str]) -> None:
         """Makes no further requests to these engines, but to all others.  The engines keep their
         order."""
-        everyone = {engine.name: engine for engine in (*self.engines, *self._unused)}
-        used = [everyone[each.name] for each in self._everyone if each.name not in names]
-        self._unused = [engine for engine in everyone.values() if engine not in used]
-        self.engines, self.handles = used, [engine.handle for engine in used]
+        everyone = {id(engine.handle): engine for engine in (*self.engines, *self._unused)}
+        self.handles = [engine for engine in self._everyone if engine.name not in names]
+        self.engines = [everyone.pop(id(engine)) for engine in self.handles]
+        self._unused = [*everyone.values()]
 
     def pause(self) -> None:
         """Pauses the engines."""

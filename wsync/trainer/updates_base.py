@@ -331,9 +331,11 @@ class Updates(abc.ABC):
             self._group.begin()
 
     def _after_failure(self, decide: Callable[[], bool]) -> bool:
-        """Returns what `decide` returns on rank 0, when the attempt has failed on all ranks; False
-        if it may have succeeded on some rank, whose next weights would meet this rank's old ones.
-        """
+        """Returns what `decide` returns on rank 0, when the attempt has failed on all ranks.
+        Returns False if a rank has ended, or if the attempt may have succeeded on some rank, whose
+        next weights would meet this rank's old ones."""
+        if self._group.ended():
+            return False
         timeout = min(_MEET_SECONDS, self.options.exchange_deadline)
         meeting = f"{self._meeting}, after update {self._updates}"
         try:
