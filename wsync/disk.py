@@ -62,7 +62,7 @@ _PACE_SECONDS = 2.0  # even with a call's deadline added, ranks wait longer
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
-        *("exchange", "directory"),
+        *("exchange", "directory", "verify"),
     ),
     "updates without a disk (wsync.connect)",
 )

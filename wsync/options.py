@@ -21,6 +21,7 @@ _CHOICES: Final = {
     "pause_mode": ("abort", "retract", "in_place"),
     "stage": ("auto", "on", "off"),
     "lost": ("continue", "raise"),
+    "verify": ("first", "always", "never"),
 }
 
 
@@ -119,6 +120,9 @@ class Options:
             refuse an update, the error is raised.  A remote engine is left out only if it does not
             answer.  "raise": the error is raised.  slime's classes use "raise" unless
             args.use_fault_tolerance is set or their options say otherwise.
+        verify: whether `Sync.update` calls `Sync.verify` when it has succeeded: "never", "always",
+            or after the "first" update of each connection.  Engines have continued by then.  It
+            raises a StateError that names the tensors if any differ.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """
@@ -143,6 +147,7 @@ class Options:
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     retry: bool = True
     lost: str = "continue"
+    verify: str = "never"
     progress: bool | None = None
 
     def __post_init__(self) -> None:

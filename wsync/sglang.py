@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from wsync._core import Layout, UnsupportedError
+from wsync._core import Layout, StateError, UnsupportedError
+from wsync.engine.comparison import Comparison
 from wsync.engine.drafts import with_drafts
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver, refuse
@@ -195,6 +196,13 @@ class SglangLoader(RecordedLoader):
         if cut := _cut_word(self._module, packed):
             raise UnsupportedError(cut)
         return super().learn(model, on_weights_lost)
+
+    def comparison(self, timeout: float) -> Comparison:
+        """Only a weight-update session undoes what SGLang rewrites after loading, and none is open
+        now."""
+        if reason := rewritten(self._module):
+            raise StateError(reason)
+        return super().comparison(timeout)
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         for name in self._drafts:

@@ -24,6 +24,7 @@ from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 from wsync.trainer.updates_base import Updates
+from wsync.verification import Verification
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
@@ -64,6 +65,7 @@ class Sync(Updates):
         super().__init__(source, options)
         self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
+        self._proved = False  # whether an update by this connection was verified
         # a staged update's report, its weights, and whether the engines hold its bytes
         self._staged: tuple[Report, Weights | None, bool] | None = None
         self._lending: Lending | None = None  # lets workers read in place
@@ -102,7 +104,8 @@ class Sync(Updates):
         Raises:
             StateError: `close` was called, or another update is running.  Also raised if ranks have
                 called `update` different numbers of times and not all give a version, because their
-                weights may come from different steps.
+                weights may come from different steps.  Also raised after an update whose weights
+                differ (see Options.verify).
             WsyncError: an update has failed; all ranks raise the same error.  Other exceptions are
                 raised as a RemoteError, with the original as its `__cause__` on the rank where it
                 happened (Ctrl-C is raised there unchanged).  Engines that are known to hold no part
@@ -116,7 +119,17 @@ class Sync(Updates):
         with self._running("update"):
             report = self._repeat(lambda report: self._try(report, version, weights))
         report.trace.write(self._updates)
+        self._prove(weights)
         return report
+
+    def _prove(self, weights: Weights | Callable[[], Weights] | None) -> None:
+        """Verifies an update, if that is wanted."""
+        wanted = self.options.verify
+        if wanted == "never" or (wanted == "first" and self._proved):
+            return
+        if differences := self.verify(weights).differences:
+            raise _core.StateError(f"after this update, {differences}")
+        self._proved = True
 
     def _try(
         self,
@@ -258,11 +271,81 @@ class Sync(Updates):
         with super()._running(call):
             if self._staged is None and call == "commit":
                 raise _core.StateError("commit: no update is staged; call stage first")
+            if self._staged is not None and call == "verify":
+                raise _core.StateError("verify: an update is staged; call commit first")
             if self._staged is not None and call != "commit":
                 brought, self._staged = self._staged[2], None
                 if brought:  # workers hold its rounds, and only a new connection drops them
                     self._disconnect()
             yield
+
+    def verify(self, weights: Weights | Callable[[], Weights] | None = None) -> Verification:
+        """Compares every weight that engines hold with what the trainer has, bit for bit; all
+        trainer ranks call it together.
+
+        The trainer sends what an update sends, and workers compare it with their parameters instead
+        of loading it, with the same casts.  Engines pause meanwhile; they keep running requests
+        (SGLang's pipeline stages do with them what Options.pause_mode says), their weights and
+        their version, and continue even if weights differ.
+
+        What an engine's own load_weights computes is not compared, nor engines without wsync's
+        receiver: SGLang can read single tensors of only a few models back.
+
+        Args:
+            weights: as in `update`.  They must be those of the last update.
+
+        Returns:
+            What was found, the same on all ranks.  It is true if nothing differs and every engine
+            was compared.
+
+        Raises:
+            StateError: no update has succeeded since the last error; or as in `update`.
+            WsyncError: a worker has ended or does not answer; all ranks raise the same error.
+                Engines that answer continue, and the next update connects anew.
+        """
+        report = Report()
+        with self._running("verify"), self._attempt(report, None, weights, self._lost):
+            given = self._given(weights)
+            if self._connection is None:
+                raise _core.StateError(
+                    "verify: there is no connection to compare through: call update first"
+                )
+            unread = {name: f"lost: {why}" for name, why in self._lost.items()}
+            for delivery in (Delivery.STOCK, Delivery.BROADCAST):
+                for engine in self._roster.taking(delivery):
+                    unread[engine.name] = f"it takes {delivery.words}"
+            workers = self._compare(given, report)
+            for found in workers:
+                if not found["tensors"]:
+                    unread[found["engine"]] = found["uncompared"]
+        return Verification(workers, unread, report.seconds, self._requests.pauses)
+
+    def _compare(self, weights: Weights | None, report: Report) -> list[dict[str, Any]]:
+        """Makes workers compare their weights; returns what each has found."""
+        if not any(map(self._roster.taking, (Delivery.WSYNC, Delivery.REMOTE))):
+            return []
+        table = self._bind(weights, report)
+        sources = _core.BufferTable.of(table)
+        with self._group.watching(self._watch):
+            self._lend(sources, of(table))
+            connection = self._connection
+            if connection is None:
+                raise _core.StateError("verify: the weights lie in other memory than in the update")
+            connection.describe(report)
+            connection.compare()
+            self._requests.hold()
+            self._open(connection, report)
+            with self._progress(report, report.rounds, doing=": comparing", unit="round") as bar:
+                messages = connection.start(self._updates, sources, report)
+                connection.run(sources, messages, report, bar)
+            workers = connection.compared()
+            connection.prepared(report)
+        with self._group.watching(self._watch_failures):
+            self._group.barrier()
+        connection.commit()
+        self._close_requests(connection, report.version)
+        self._group.confirm()
+        return workers
 
     @property
     def ways(self) -> dict[str, list[str]]:
@@ -438,6 +521,7 @@ class Sync(Updates):
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
+            self._proved = False
             self._connection = Connection(
                 self._group,
                 self._roster,

@@ -68,6 +68,15 @@ def fail(version: int) -> str:
     return ""
 
 
+def verify(version: int) -> tuple[bool, str]:
+    """Whether a verification finds no difference; its error or what it has found."""
+    try:
+        found = _kept["sync"].verify(share(version))
+    except wsync.WsyncError as error:
+        return False, f"{type(error).__name__}: {error}"
+    return bool(found), repr(found)
+
+
 def close() -> None:
     _kept.pop("sync").close()
 

@@ -81,12 +81,14 @@ class NamedTensors(Destination):
 
     others: maps each further name of a tensor (a tied head) to the tensor's first name.  Values
     that come under a further name go to memory of their own, and are compared.
+
+    count: the number of tensors without those under further names, which are the last.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, str]) -> None:
         beside = {name: torch.empty_like(tensors[first]) for name, first in others.items()}
         self._every = every = {**tensors, **beside}
-        self._others, builder = others, LayoutBuilder()
+        self.count, self._others, builder = len(tensors), others, LayoutBuilder()
         builder.add_tensors(list(every), describe(list(every.values()), list(every), gpu=True))
         super().__init__(builder.build(), list(every.values()), list(every))
 

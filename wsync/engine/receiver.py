@@ -146,9 +146,12 @@ class Receiver:
             if message.update == self.state.update:
                 self.fail(message, str(error))
             raise
+        self._begin_ahead(message)
+        return True, _nth(message.update)
+
+    def _begin_ahead(self, message: Control) -> None:
         if message.ahead and self._importer is not None and self._ahead is None:
             self._ahead = Ahead(message.ahead, self._importer, self, message.deadline)
-        return True, _nth(message.update)
 
     def _inspect(self, message: Control) -> tuple[bool, str]:
         facts = {
@@ -206,16 +209,47 @@ class Receiver:
         self._loader.borrow(importer.bound)
         try:
             taken = ahead is not None and ahead.rounds
-            receipt = self._load(importer, rounds, timeout, taken=taken)
+            if message.answer:
+                receipt = self._compare(message, importer, rounds, taken=taken)
+            else:
+                receipt = self._load(importer, rounds, timeout, taken=taken)
             importer.prepared(receipt.tensors, receipt.nbytes, receipt.audit_ns, timeout)
             with trace.span("verdict"):
                 importer.verdict(timeout)
         except BaseException:
             self._loader.abandon()
             raise
+        if message.answer:
+            self._begin_ahead(message)
+            return
         self._loader.confirm()
         self.state.commit(message.session, update)
         trace.write(update)
+
+    def _compare(self, message: Control, importer: Session, rounds: int, *, taken: bool) -> Receipt:
+        """Takes all rounds, unless they are taken, compares them with the weights, and tells the
+        trainer what differs."""
+        loader, timeout = self._loader, message.deadline
+        comparison, uncompared = None, loader.own_loading
+        settle(loader.device, timeout)
+        try:
+            comparison = loader.comparison(timeout)
+        except StateError as error:
+            uncompared = str(error)
+        for round in range(rounds):
+            if not taken:
+                importer.take(round, None, timeout)
+            if comparison is not None:
+                comparison.compare(round)
+            if not taken:
+                importer.done(round, None, timeout)
+        loader.borrow(None)  # keeps the trainer's memory no longer
+        found = {"tensors": 0, "nbytes": 0, "different": {}, "uncompared": uncompared}
+        found |= {} if comparison is None else comparison.facts()
+        blob = json.dumps(found).encode()
+        connect(message.answer, blob, timeout, loader.device).close()
+        manifest = Layout.from_bytes(importer.manifest)
+        return Receipt(manifest.tensor_count, manifest.shard_nbytes)
 
     def _load(self, importer: Session, rounds: int, timeout: float, *, taken: bool) -> Receipt:
         """Takes all rounds, unless they are taken, and loads them.  If the loader has a stream, the

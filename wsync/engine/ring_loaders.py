@@ -10,6 +10,8 @@ A loader belongs to one worker and is driven by wsync.engine.receiver.Receiver:
     confirm()                after the update was committed
     abandon()                if the update has failed, instead of finish or after it
 
+`comparison` takes the place of `begin` if an update is compared instead of being loaded.
+
 The loaders here copy into a worker's layout (LayoutLoader), copy to a module's tensors of the same
 names (ModuleLoader), or call a load_weights (CallingLoader).  RecordedLoader, in
 wsync.engine.learn.recorded_loader, learns from load_weights where tensors go, and copies them there
@@ -42,6 +44,7 @@ from wsync._core import (
     UnsupportedError,
     WsyncError,
 )
+from wsync.engine.comparison import Comparison
 from wsync.engine.destination import Destination, LoadTarget, NamedPlaces, named_tensors
 from wsync.engine.post_load import in_place
 from wsync.machine import device
@@ -203,6 +206,15 @@ class Loader:
     def abandon(self) -> None:
         """Returns once nothing more is written."""
 
+    def comparison(self, timeout: float) -> Comparison:
+        """Returns an object that compares an update with what the loader has loaded.  It is called
+        after `attach` and `borrow`, instead of `begin`.  timeout: seconds for each step.
+
+        Raises:
+            StateError: nothing can be compared; the text says why.
+        """
+        raise StateError(f"all tensors go through load_weights ({type(self).__name__})")
+
     def facts(self) -> dict[str, Any]:
         """Returns what the loader has learnt, for JSON; see wsync.inspection."""
         return {}
@@ -261,6 +273,18 @@ class RoutedLoader(Loader):
         self._first = 0 if self._borrowed is None else len(self._borrowed)
         self._attached().check_rounds(rounds, self._first)
         self._loaded = set()
+
+    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
+        """Returns the boxes that updates fill, and the tensors of the first buffers.  What is
+        loaded to further buffers cannot be compared.  StateError: the tensors have changed."""
+        raise NotImplementedError
+
+    def comparison(self, timeout: float) -> Comparison:
+        assert self.stream is not None
+        known = self._attached()
+        return Comparison(
+            *(known.ring, known.layout, self._borrowed, self.stream), *self.held(), timeout
+        )
 
     def _aim(self, target: LoadTarget) -> None:
         """Sets the destinations of the next rounds, because parameters may move between updates.
@@ -339,6 +363,12 @@ class LayoutLoader(RoutedLoader):
 
     def begin(self, rounds: int) -> None:
         super().begin(rounds)
+        self._aim(self._places())
+
+    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
+        return self._layout, self._places().tensors
+
+    def _places(self) -> Destination:
         target = Destination(self._layout, self._tensors)
         if (place := target.table.differs(self._form)) is not None:
             tensor = self._tensors[place]
@@ -346,7 +376,7 @@ class LayoutLoader(RoutedLoader):
                 f"tensor {place} is now {tensor.dtype} {list(tensor.shape)} with strides "
                 f"{list(tensor.stride())}, unlike when this loader was made"
             )
-        self._aim(target)
+        return target
 
 
 class ModuleLoader(RoutedLoader):
@@ -376,6 +406,10 @@ class ModuleLoader(RoutedLoader):
             target = named_tensors(self._module, self._attached().shapes)
             self._known = NamedPlaces(self._module, target)
         self._aim(target)
+
+    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
+        found = named_tensors(self._module, self._attached().shapes)
+        return found.layout(), found.tensors[: found.count]
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):
@@ -504,6 +538,9 @@ class ChoosingLoader(Loader):
 
     def confirm(self) -> None:
         self._chosen.confirm()
+
+    def comparison(self, timeout: float) -> Comparison:
+        return self._chosen.comparison(timeout)
 
     def abandon(self) -> None:
         self._chosen.abandon()

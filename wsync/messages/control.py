@@ -3,19 +3,22 @@
 A control message travels to each worker of an engine as a uint8 tensor named `__wsync__` (see
 wsync.messages.payload.control).  Its bytes are one JSON object:
 
-    {"protocol": 3, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
-     "update": 7, "deadline": 60.0, "drafts": 0}
-    {"protocol": 3, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
+    {"protocol": 4, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
+     "update": 7, "deadline": 60.0, "drafts": 0, "answer": "", "ahead": ""}
+    {"protocol": 4, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
      "ahead": "rounds"}
-    {"protocol": 3, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
+    {"protocol": 4, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
 been committed or has failed.  In an SGLang engine with pipeline stages it answers at once, because
-the next stage gets the message only then.  `close` gives the weights the version of the request
-around it.  It is refused unless the weights are those of that session's update number `update`.
-`ahead` says what the session then brings of the next update before its `open`.  `inspect` makes the
-worker connect; its first message says in JSON what it keeps (see wsync.inspection).
+the next stage gets the message only then.  If `answer` is an address, the worker compares the
+update with its weights instead of loading it, and connects there; its first message says in JSON
+what it has found (see wsync.verification), and no `close` follows.  `close` gives the weights the
+version of the request around it.  It is refused unless the weights are those of that session's
+update number `update`.  `ahead` says what the session then brings of the next update before its
+`open`.  `inspect` makes the worker connect; its first message says in JSON what it keeps (see
+wsync.inspection).
 """
 
 import json
@@ -59,7 +62,7 @@ trainer lends; or the begin and the rounds."""
 CHANGED: Final = "has changed since wsync learnt what its load_weights does"
 """This part of a worker's error shows that a second attempt may succeed, because it learns anew."""
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,9 @@ class Control:
     this worker.  update: number of the update.  deadline: seconds that the worker may wait for any
     one event.  address: where the other side listens; "" in a close.  It is the address of a
     `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.  ahead:
-    in a close, what the session brings of the next update before its `open`.  drafts: in an open,
-    how many models that draft tokens with layers of the engine's model are updated with it.
+    in an update's last message, what the session brings of the next update before its `open`.
+    drafts: in an open, how many models that draft tokens with layers of the engine's model are
+    updated with it.  answer: in an open that only compares, the address for what the worker finds.
     """
 
     op: str
@@ -102,6 +106,7 @@ class Control:
     address: str = ""
     ahead: str = NOTHING
     drafts: int = 0
+    answer: str = ""
 
     def __post_init__(self) -> None:
         if self.op not in ("open", "close", "inspect"):
@@ -110,7 +115,12 @@ class Control:
     def to_bytes(self) -> bytes:
         """The message as JSON."""
         fields = {"protocol": PROTOCOL, **asdict(self)}
-        for name, op in (("address", "open inspect"), ("ahead", "close"), ("drafts", "open")):
+        for name, op in (
+            ("address", "open inspect"),
+            ("ahead", "open close"),
+            ("drafts", "open"),
+            ("answer", "open"),
+        ):
             if self.op not in op:
                 del fields[name]
         return json.dumps(fields, separators=(",", ":")).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from wsync._core import PeerClosedError, RemoteError, StateError
 from wsync.handles.base import EngineHandle, send_control, show_drafts, who_answers
+from wsync.handles.sglang_base import ApiHandle
 from wsync.handles.worker_facts import worker_facts
 from wsync.machine.deadline import Deadline
 from wsync.messages.control import UPDATING, Control
@@ -134,11 +136,16 @@ class CheckedEngine:
 
     def send_control(self, messages: Sequence[Control], **request: Any) -> None:
         first = messages[0]
+        if first.answer:  # it keeps its weights; SGLang records the version of every request
+            request["weight_version"] = self._version
         checked = self._sending(joins=first.op == "open", **request)
         if first.op == "open" and first.drafts and first.session != self._shown:
             show_drafts(self._told, checked["timeout"])
             self._shown = first.session
-        send_control(self._told, messages, **checked)
+        with contextlib.ExitStack() as stack:
+            if first.answer and isinstance(self._told, ApiHandle):
+                stack.enter_context(self._told.asking(checked["timeout"]))
+            send_control(self._told, messages, **checked)
 
     def update_weights_from_disk(self, path: str, **request: Any) -> None:
         checked = self._sending(**request)

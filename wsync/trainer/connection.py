@@ -80,6 +80,8 @@ class Connection:
         self._options = options
         self._gpu = gpu
         self._sessions: list[Session] = []
+        self._taking = self._sessions  # those that take the current rounds
+        self._answers: dict[int, str] = {}  # the addresses for what workers find, if they compare
         self._rings = _core.BufferTable([])
         self._own_loading: dict[str, str] = {}  # by engine, see Report
         self._learning_seconds = 0.0  # since the last report
@@ -148,6 +150,8 @@ class Connection:
         for number, told in sorted(self._addresses.items()):
             engine = self._roster.workers[number].engine
             common = {"drafts": self._roster.engines[engine].drafts, **told}
+            if number in self._answers:
+                common |= {"answer": self._answers[number], "ahead": self.ahead}
             found[engine].append(Control(update=update, deadline=self._options.deadline, **common))
         return found
 
@@ -158,6 +162,26 @@ class Connection:
         }
         everyone = self._group.gather_json(mine)
         return {int(number): told for found in everyone for number, told in found.items()}
+
+    def compare(self) -> None:
+        """Makes workers with wsync's receiver compare the next rounds with their weights, instead
+        of loading them.  Other workers do not get these rounds."""
+        found = self._group.gather_json({s.worker: s.ask() for s in self._receivers})
+        self._answers = {int(number): at for rank in found for number, at in rank.items()}
+        self._taking = [*self._receivers]
+
+    def compared(self) -> list[dict[str, Any]]:
+        """Waits for what the workers of all ranks have found; returns it by worker (see
+        WorkerSession.answer), with "engine" and "worker"."""
+        deadline = Deadline(self._options.deadline)
+        mine = {s.worker: s.answer(deadline.left, self._check) for s in self._receivers}
+        self._answers, self._taking = {}, self._sessions
+        said = {int(n): found for r in self._group.gather_json(mine) for n, found in r.items()}
+        workers, engines = self._roster.workers, self._roster.engines
+        return [
+            {"engine": engines[workers[n].engine].name, "worker": workers[n].index, **said[n]}
+            for n in sorted(said)
+        ]
 
     def attach(self, show: Callable[[int], tqdm[None]]) -> None:
         """Waits for the workers, makes a plan of what they keep, and hands them their rings.
@@ -298,7 +322,7 @@ class Connection:
         copies it, but does not yet announce it to workers.  `run` takes the returned value."""
         plan, stream, timeout = self._rounds_plan, self._stream, self._options.deadline
         report.trace.watch(stream, 3 * plan.round_count)
-        for session in self._sessions:
+        for session in self._taking:
             session.begin(update, report.version, timeout, self._check)
         for session in self._receivers:
             if session.worker in self.reading:
@@ -330,14 +354,14 @@ class Connection:
                 self._wait_and_unpack(number, messages, report)
             messages = following
             with report.phase("copy"):  # a bucket can be sent when its copies have run
-                for session in self._sessions:
+                for session in self._taking:
                     if number < session.round_count:
                         session.post(number, stream, timeout, self._check)
             report.trace.mark("post", number)
             self._show(number + 1, bar)
         with report.phase("engine"):
             for number in range(self._round_count):
-                for session in self._sessions:
+                for session in self._taking:
                     if number < session.round_count:
                         session.wait(number, timeout, self._check)
                 self._show(number + 1, bar)
@@ -389,14 +413,14 @@ class Connection:
         if number >= plan.round_count:
             return
         with report.phase("engine"):
-            for session in self._sessions:
+            for session in self._taking:
                 session.acquire(number, stream, self._options.deadline, self._check)
         stream.copy(plan, number, _core.LOCAL, sources, self._rings)
 
     def _show(self, posted: int, bar: tqdm[None]) -> None:
         """Shows how many rounds all workers of this rank have loaded."""
         if not bar.disable:
-            loaded = min((session.loaded for session in self._sessions), default=posted)
+            loaded = min((session.loaded for session in self._taking), default=posted)
             bar.update(loaded - bar.n)
 
     def prepared(self, report: Report) -> None:

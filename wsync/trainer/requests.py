@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any, Final
 
 from wsync import _core
-from wsync.handles.base import EngineHandle, send_control
+from wsync.handles.answers import ignores_pause
+from wsync.handles.base import EngineHandle, how_started, send_control
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import (
     LATER_SECONDS,
@@ -141,6 +142,19 @@ class EngineRequests:
         deadline = Deadline(self._options.deadline)
         self._pausing = self._start(lambda _, engine: self.stop(engine, deadline))
 
+    def hold(self) -> None:
+        """Pauses the engines for a look at their weights: they keep requests and cache, if they
+        can."""
+        deadline = Deadline(self._options.deadline)
+
+        def hold(_: int, engine: CheckedEngine) -> None:
+            mode = "in_place"
+            if ignores_pause(how_started(engine.handle, deadline.left), mode):
+                mode = self._options.pause_mode
+            engine.pause(mode, deadline.left)
+
+        self._pausing = self._start(hold)
+
     def stop(self, engine: CheckedEngine, deadline: Deadline) -> None:
         """Stops one engine and, with Options.flush_cache, empties its cache."""
         left = [call for name, call in self._left if name == engine.name]
@@ -213,7 +227,8 @@ class EngineRequests:
         between()
 
         def close(index: int, engine: Any) -> None:
-            opened = self._messages.get(index, ())
+            # workers that compare have loaded nothing
+            opened = [each for each in self._messages.get(index, ()) if not each.answer]
             closing: Any = {"op": "close", "address": "", "ahead": ahead}
             if messages := [dataclasses.replace(each, **closing) for each in opened]:
                 send_control(engine, messages, weight_version=version, timeout=deadline.left)

@@ -41,7 +41,7 @@ with warnings.catch_warnings():  # it warns if ipywidgets is missing
 
 _log = logging.getLogger("wsync")
 _SHARED_OPTIONS = (  # the same on all ranks, so that ranks plan alike and meet
-    *("exchange", "broadcast", "backend", "quantise", "park", "stage", "lost"),
+    *("exchange", "broadcast", "backend", "quantise", "park", "stage", "lost", "verify"),
     *("round_nbytes", "ring_nbytes", "bucket_nbytes"),
 )
 _MEET_SECONDS = 30.0  # for all ranks to leave a failed update

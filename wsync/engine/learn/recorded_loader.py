@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
+from wsync.engine.comparison import Comparison
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.load_targets import LoadTargets, has_changed, wrapped_parameters
 from wsync.engine.learn.made_up import MadeUpTensors, given_values
@@ -256,6 +257,11 @@ class RecordedLoader(ChoosingLoader):
             after = self._after
             run_in_place(self._module, lambda: after(self._module))
         return receipt
+
+    def comparison(self, timeout: float) -> Comparison:
+        if change := self._stale():
+            raise has_changed(type(self._module).__name__, change)
+        return super().comparison(timeout)
 
     def method(self) -> LoadWeights:
         """Returns the load_weights that was given, or else the module's present one.  Subclasses

@@ -21,6 +21,7 @@ from wsync._core import (
     describe,
 )
 from wsync.boxes import contiguous_strides
+from wsync.engine.comparison import Comparison
 from wsync.engine.learn.load_targets import LoadTargets, has_changed
 from wsync.engine.post_load import in_place
 from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
@@ -129,6 +130,19 @@ class ReplayLoader(RoutedLoader):
         self._whole = False
         self._aim(filling)
 
+    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
+        tensors = _Filling(self).tensors
+        return self.layout, [tensors[number] for number in self.used]
+
+    def comparison(self, timeout: float) -> Comparison:
+        """Also compares the copies within the module."""
+        found, tensors = super().comparison(timeout), self._learnt.memory.tensors()
+        for copy in self._learnt.does.copies:
+            target = copy.target.view(tensors)
+            if not same_bytes(as_kept(copy.source.view(tensors), target.dtype), target):
+                found.different[copy.target.name] = list(copy.target.start)
+        return found
+
     def check(self) -> _Filling:
         """Returns the tensors that an update fills.
 
@@ -189,16 +203,17 @@ class _Filling:
             change = f"{replay.used_paths[place]} has another dtype, shape or strides"
             raise has_changed(type(learnt.module).__name__, change)
         self._buffers = BufferTable.of(self._table)  # StateError while an engine sleeps
-        here = self.tensors[0].device if self.tensors else torch.device("cpu")
-        self._staged = {
-            name: torch.empty(shape, dtype=dtype, device=here)
-            for name, dtype, shape in replay._staged_sources
-        }
+        self._staged: dict[str, torch.Tensor] = {}
 
     def layout(self) -> Layout:
         return self._replay.layout
 
     def buffers(self) -> BufferTable:
+        here = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self._staged = {
+            name: torch.empty(shape, dtype=dtype, device=here)
+            for name, dtype, shape in self._replay._staged_sources
+        }
         staged = [*self._staged.values()]
         if not staged:
             return self._buffers

@@ -6,12 +6,13 @@ plan's exchange, which carries its rounds: see wsync.exchange.remote_plan.
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 from wsync import _core
 from wsync.exchange.remote_plan import RemotePlan
@@ -101,6 +102,7 @@ class WorkerSession:
         self._directory, self._host = directory, host
         # the last is the current one; while the worker learns, the one before is for learning
         self._exporters: list[_core.Exporter | RemoteExporter] = [self._listen()]
+        self._asking: _core.Exporter | RemoteExporter | None = None
         self._ring: _core.Memory | None = None
         self._lending = lending
         self._joined: _core.Layout | None = None  # what it reads in place
@@ -139,6 +141,21 @@ class WorkerSession:
         most, *self.reaches = facts.decode("ascii", "replace").split(",")
         self.most_segments = int(most) if most.isdecimal() else 0
         return asked
+
+    def ask(self) -> str:
+        """Returns the address at which the worker is to say what differs between the next rounds
+        and its weights."""
+        self._asking = self._listen()
+        return self._asking.address
+
+    def answer(self, timeout: float, check: Check) -> dict[str, Any]:
+        """Waits for what the worker says after `ask`: see Comparison.facts; "uncompared" says what
+        was not compared, and why."""
+        assert self._asking is not None
+        with self._naming:
+            said: dict[str, Any] = json.loads(self._asking.accept(timeout, check))
+        self._asking.close()
+        return said
 
     def send_model(self, model: bytes, timeout: float, check: Check) -> None:
         """Sends the list of the model's tensors (a layout without shards), and the address to come
@@ -307,6 +324,8 @@ class WorkerSession:
     def close(self) -> None:
         for exporter in self._exporters:
             exporter.close()
+        if self._asking is not None:
+            self._asking.close()
 
 
 class RemoteSession(WorkerSession):
@@ -319,8 +338,13 @@ class RemoteSession(WorkerSession):
     remote_plan: RemotePlan  # once there is a plan
 
     def _listen(self) -> RemoteExporter:
-        self.exporter = RemoteExporter(self._host, self.name)
-        return self.exporter
+        return RemoteExporter(self._host, self.name)
+
+    @property
+    def exporter(self) -> RemoteExporter:
+        current = self._exporter
+        assert isinstance(current, RemoteExporter)
+        return current
 
     def make_ring(self, plan: _core.Plan, device: _core.Device) -> None:
         """Does nothing, because the worker has a ring of its own."""

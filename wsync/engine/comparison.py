@@ -1,0 +1,206 @@
+"""Compares what an update brings with what a worker holds, instead of loading it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from wsync._core import (
+    ALL_BUFFERS,
+    LOCAL,
+    BufferTable,
+    Layout,
+    LayoutBuilder,
+    Memory,
+    Route,
+    Shard,
+    Stream,
+    describe,
+)
+from wsync.boxes import contiguous_strides
+from wsync.machine.device import await_torch
+from wsync.module_tensors import dtype_of
+
+_BATCH_NBYTES: Final = 64 << 20  # that are compared at once, unless a piece has more
+_ALIGNMENT: Final = 16
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Piece(NamedTuple):
+    """Elements that one round brings and one tensor holds.  where: their indices in the trainer's
+    tensor, by axis.  held: a view of the bits that the worker holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    where: tuple[range, ...]
+    held: torch.Tensor
+
+
+class Comparison:
+    """Copies the rounds of an update to memory of its own, with the conversions that the update's
+    copies make, and compares them there bit by bit.  Nothing else is written.
+
+    ring, manifest: what the rounds bring.  lent: the trainer's memory of the manifest's first
+    buffers, which are compared with round 0.  layout, tensors: the boxes that the worker holds, by
+    buffer; boxes of further buffers are not compared.  timeout: seconds for each copy.
+
+    different: the tensors that differ, each with the indices of an element that does.
+    """
+
+    def __init__(
+        self,
+        ring: Memory,
+        manifest: Layout,
+        lent: BufferTable | None,
+        stream: Stream,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        timeout: float,
+    ) -> None:
+        self._manifest, self._stream, self._timeout = manifest, stream, timeout
+        self._lent = BufferTable([]) if lent is None else lent
+        self._ring = BufferTable([(ring.address, ring.nbytes)] * manifest.buffer_count(), ring)
+        self._pieces = defaultdict[int, list[_Piece]](list)  # by the manifest's buffers
+        self._names = set[str]()
+        self._nbytes = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.different: dict[str, list[int]] = {}
+        BufferTable.of(describe(tensors, gpu=True))  # StateError while an engine sleeps
+        boxes: dict[str, list[tuple[str, Shard, torch.Tensor]]] = {}
+        for index in range(layout.tensor_count):
+            name, dtype, _, _ = layout.tensor(index)
+            mine = [shard for shard in layout.shards(index) if shard.buffer < len(tensors)]
+            boxes[name] = [(dtype, box, _bits(tensors[box.buffer], dtype, box)) for box in mine]
+        for index in range(manifest.tensor_count):
+            name, _, shape, _ = manifest.tensor(index)
+            for shard in manifest.shards(index):
+                for dtype, box, held in boxes.get(name, ()):
+                    where = tuple(map(_common, _indices(shard), _indices(box)))
+                    if all(where):
+                        part = held[tuple(map(_part, where, _indices(box)))]
+                        piece = _Piece(name, dtype, shape, where, part)
+                        self._pieces[shard.buffer].append(piece)
+
+    def compare(self, round: int) -> None:
+        """Compares a round, which is in the ring."""
+        lent = len(self._lent)
+        if round == 0:
+            pieces = [piece for buffer in range(lent) for piece in self._pieces[buffer]]
+            self._compare(pieces, ALL_BUFFERS, self._lent)
+        self._compare(self._pieces[lent + round], lent + round, self._ring)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the number of tensors that were compared, wholly or in part, the bytes that the
+        worker holds of them, and the tensors that differ."""
+        return {"tensors": len(self._names), "nbytes": self._nbytes, "different": self.different}
+
+    def _compare(self, pieces: Sequence[_Piece], buffer: int, sources: BufferTable) -> None:
+        for batch in _batches(pieces):
+            brought = self._copy(batch, buffer, sources)
+            pairs = [(piece.held, bits) for piece, bits in zip(batch, brought, strict=True)]
+            for piece, bits, same in zip(batch, brought, _same(pairs), strict=True):
+                self._names.add(piece.name)
+                self._nbytes += bits.nbytes
+                if not same and piece.name not in self.different:
+                    first = int((piece.held != bits).flatten().byte().argmax())
+                    self.different[piece.name] = _nth(piece.where, first)
+
+    def _copy(
+        self, pieces: Sequence[_Piece], buffer: int, sources: BufferTable
+    ) -> list[torch.Tensor]:
+        """Copies pieces to scratch memory; returns the bits of each."""
+        builder, places, end = LayoutBuilder(), list[int](), 0
+        for name, dtype, shape, where, held in pieces:
+            start, extent = [each.start for each in where], held.shape
+            strides = [step * held.element_size() for step in contiguous_strides(extent)]
+            steps = [each.step for each in where]
+            builder.add_shard(name, dtype, shape, start, extent, 0, end, strides, steps=steps)
+            places.append(end)
+            end += -(-held.nbytes // _ALIGNMENT) * _ALIGNMENT
+        flat = self._memory(end, pieces[0].held.device)
+        route = Route(self._manifest, builder.build())
+        target = BufferTable([(flat.data_ptr(), end)], flat)
+        self._stream.copy(route, buffer, LOCAL, sources, target)
+        self._stream.synchronize(self._timeout)
+        return [
+            flat[at : at + held.nbytes].view(held.dtype).view(held.shape)
+            for at, held in zip(places, (piece.held for piece in pieces), strict=True)
+        ]
+
+    def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if self._scratch.nbytes < nbytes:
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # frees it first
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            await_torch(self._stream.device, self._timeout)  # which may still use this memory
+        return self._scratch
+
+
+def _nth(where: Sequence[range], number: int) -> list[int]:
+    """The indices of an element of a box, given by number."""
+    found = list[int]()
+    for indices in reversed(where):
+        number, place = divmod(number, len(indices))
+        found.insert(0, indices[place])
+    return found
+
+
+def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    batch, nbytes = list[_Piece](), 0
+    for piece in pieces:
+        if batch and nbytes + piece.held.nbytes > _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(piece)
+        nbytes += piece.held.nbytes
+    if batch:
+        yield batch
+
+
+def _same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Whether the bits of each pair are equal.  Waits for a GPU once."""
+    wide = [_wide(*pair) for pair in pairs]
+    if not wide[0][0].is_cuda:
+        return [one.equal(other) for one, other in wide]
+    found: list[bool] = torch.stack([(one == other).all() for one, other in wide]).tolist()
+    return found
+
+
+def _wide(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the same bits with fewer elements, which are compared faster, if there are any."""
+    try:
+        return one.view(torch.int64), other.view(torch.int64)
+    except RuntimeError:
+        return one, other
+
+
+def _bits(tensor: torch.Tensor, dtype: str, box: Shard) -> torch.Tensor:
+    """A view of the bits that a tensor holds of a box."""
+    bits = tensor.detach().view(_BITS[dtype_of(dtype).itemsize])
+    item = bits.element_size()
+    strides = [stride // item for stride in box.strides]
+    return bits.as_strided(box.extent, strides, int(bits.storage_offset()) + box.offset // item)
+
+
+def _indices(box: Shard) -> list[range]:
+    """The indices of a box, by axis."""
+    found = zip(box.start, box.extent, box.steps, strict=True)
+    return [range(start, start + count * step, step) for start, count, step in found]
+
+
+def _common(one: range, other: range) -> range:
+    """The indices in both ranges, whose steps are equal, or 1 in one of them."""
+    fine, coarse = sorted((one, other), key=lambda each: each.step)
+    ends = (max(fine.start, coarse.start), min(fine.stop, coarse.stop))
+    first, last = (max(0, -((coarse.start - end) // coarse.step)) for end in ends)
+    found = coarse[first:last]
+    return found if found and found[0] in fine else range(0)
+
+
+def _part(indices: range, of: range) -> slice:
+    """The place of some indices among others."""
+    first = of.index(indices[0])
+    return slice(first, of.index(indices[-1]) + 1, indices.step // of.step)
