@@ -67,7 +67,7 @@ class Comparison:
         self._pieces = defaultdict[int, list[_Piece]](list)  # by the manifest's buffers
         self._names = set[str]()
         self._nbytes = 0
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: torch.Tensor | None = None
         self.different: dict[str, list[int]] = {}
         BufferTable.of(describe(tensors, gpu=True))  # StateError while an engine sleeps
         boxes: dict[str, list[tuple[str, Shard, torch.Tensor]]] = {}
@@ -132,8 +132,8 @@ class Comparison:
         ]
 
     def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if self._scratch.nbytes < nbytes:
-            self._scratch = torch.empty(0, dtype=torch.uint8)  # frees it first
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = None  # frees it first
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
             await_torch(self._stream.device, self._timeout)  # which may still use this memory
         return self._scratch
