@@ -14,7 +14,7 @@ STOREYS = (
     ("_core",),
     ("boxes", "machine", "pages"),
     ("options", "report", "module_tensors"),
-    ("probing",),
+    ("probing", "verification"),
     ("families",),
     ("layout", "bucket", "checkpoints"),
     ("quantise",),

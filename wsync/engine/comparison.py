@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -21,7 +22,7 @@ from wsync._core import (
     describe,
 )
 from wsync.boxes import contiguous_strides
-from wsync.machine.device import await_torch
+from wsync.machine.device import await_torch, gpu_bytes
 from wsync.module_tensors import dtype_of
 
 _BATCH_NBYTES: Final = 64 << 20  # that are compared at once, unless a piece has more
@@ -31,18 +32,21 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class _Piece(NamedTuple):
     """Elements that one round brings and one tensor holds.  where: their indices in the trainer's
-    tensor, by axis.  held: a view of the bits that the worker holds."""
+    tensor, by axis.  held: a view of the bits that the worker holds.  brought: a view of the bits
+    that come; None if a copy converts them or moves them to another device."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     where: tuple[range, ...]
     held: torch.Tensor
+    brought: torch.Tensor | None
 
 
 class Comparison:
-    """Copies the rounds of an update to memory of its own, with the conversions that the update's
-    copies make, and compares them there bit by bit.  Nothing else is written.
+    """Compares the rounds of an update bit by bit with what its copies would have filled.  If these
+    copies convert elements, the same copies are made to scratch memory first.  Nothing else is
+    written.
 
     ring, manifest: what the rounds bring.  lent: the trainer's memory of the manifest's first
     buffers, which are compared with round 0.  layout, tensors: the boxes that the worker holds, by
@@ -76,14 +80,18 @@ class Comparison:
             mine = [shard for shard in layout.shards(index) if shard.buffer < len(tensors)]
             boxes[name] = [(dtype, box, _bits(tensors[box.buffer], dtype, box)) for box in mine]
         for index in range(manifest.tensor_count):
-            name, _, shape, _ = manifest.tensor(index)
+            name, sent, shape, _ = manifest.tensor(index)
             for shard in manifest.shards(index):
                 for dtype, box, held in boxes.get(name, ()):
                     where = tuple(map(_common, _indices(shard), _indices(box)))
-                    if all(where):
-                        part = held[tuple(map(_part, where, _indices(box)))]
-                        piece = _Piece(name, dtype, shape, where, part)
-                        self._pieces[shard.buffer].append(piece)
+                    if not all(where):
+                        continue
+                    part, brought = held[tuple(map(_part, where, _indices(box)))], None
+                    if sent == dtype and not any(shard.affine) and self._is_near(held):
+                        bits = _bits(self._memory(shard.buffer, held), dtype, shard)
+                        brought = bits[tuple(map(_part, where, _indices(shard)))]
+                    piece = _Piece(name, dtype, shape, where, part, brought)
+                    self._pieces[shard.buffer].append(piece)
 
     def compare(self, round: int) -> None:
         """Compares a round, which is in the ring."""
@@ -98,30 +106,48 @@ class Comparison:
         worker holds of them, and the tensors that differ."""
         return {"tensors": len(self._names), "nbytes": self._nbytes, "different": self.different}
 
+    def _is_near(self, tensor: torch.Tensor) -> bool:
+        """Whether what comes is on the device of a tensor, for torch."""
+        return (tensor.device.index if tensor.is_cuda else -1) == self._stream.device.ordinal
+
+    def _memory(self, buffer: int, like: torch.Tensor) -> torch.Tensor:
+        """What comes in a buffer, in whole elements as those of a tensor."""
+        lent = buffer < len(self._lent)
+        address, nbytes = self._lent[buffer] if lent else self._ring[buffer]
+        nbytes -= nbytes % like.element_size()
+        if like.is_cuda:
+            return gpu_bytes(address, nbytes, self._stream.device)
+        array = (ctypes.c_uint8 * nbytes).from_address(address)
+        return torch.frombuffer(array, dtype=torch.uint8)
+
     def _compare(self, pieces: Sequence[_Piece], buffer: int, sources: BufferTable) -> None:
-        for batch in _batches(pieces):
-            brought = self._copy(batch, buffer, sources)
-            pairs = [(piece.held, bits) for piece, bits in zip(batch, brought, strict=True)]
-            for piece, bits, same in zip(batch, brought, _same(pairs), strict=True):
-                self._names.add(piece.name)
-                self._nbytes += bits.nbytes
-                if not same and piece.name not in self.different:
-                    first = int((piece.held != bits).flatten().byte().argmax())
-                    self.different[piece.name] = _nth(piece.where, first)
+        self._note([(piece, piece.brought) for piece in pieces if piece.brought is not None])
+        for batch in _batches([piece for piece in pieces if piece.brought is None]):
+            self._note(list(zip(batch, self._copy(batch, buffer, sources), strict=True)))
+
+    def _note(self, found: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
+        """Compares the bits of pieces with those that have come."""
+        same = _same([(piece.held, brought) for piece, brought in found])
+        for (piece, brought), equal in zip(found, same, strict=True):
+            self._names.add(piece.name)
+            self._nbytes += brought.nbytes
+            if not equal and piece.name not in self.different:
+                first = int((piece.held != brought).flatten().byte().argmax())
+                self.different[piece.name] = _nth(piece.where, first)
 
     def _copy(
         self, pieces: Sequence[_Piece], buffer: int, sources: BufferTable
     ) -> list[torch.Tensor]:
         """Copies pieces to scratch memory; returns the bits of each."""
         builder, places, end = LayoutBuilder(), list[int](), 0
-        for name, dtype, shape, where, held in pieces:
+        for name, dtype, shape, where, held, _ in pieces:
             start, extent = [each.start for each in where], held.shape
             strides = [step * held.element_size() for step in contiguous_strides(extent)]
             steps = [each.step for each in where]
             builder.add_shard(name, dtype, shape, start, extent, 0, end, strides, steps=steps)
             places.append(end)
             end += -(-held.nbytes // _ALIGNMENT) * _ALIGNMENT
-        flat = self._memory(end, pieces[0].held.device)
+        flat = self._room(end, pieces[0].held.device)
         route = Route(self._manifest, builder.build())
         target = BufferTable([(flat.data_ptr(), end)], flat)
         self._stream.copy(route, buffer, LOCAL, sources, target)
@@ -131,7 +157,7 @@ class Comparison:
             for at, held in zip(places, (piece.held for piece in pieces), strict=True)
         ]
 
-    def _memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = None  # frees it first
             self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -163,7 +189,7 @@ def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
 def _same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
     """Whether the bits of each pair are equal.  Waits for a GPU once."""
     wide = [_wide(*pair) for pair in pairs]
-    if not wide[0][0].is_cuda:
+    if not wide or not wide[0][0].is_cuda:
         return [one.equal(other) for one, other in wide]
     found: list[bool] = torch.stack([(one == other).all() for one, other in wide]).tolist()
     return found

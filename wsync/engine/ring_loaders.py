@@ -116,23 +116,10 @@ class RingManifest:
         return Receipt(self.layout.tensor_count, nbytes)
 
 
-class _GpuBytes:
-    """Memory of a GPU with CUDA's array interface, from which torch makes tensors."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory  # kept as long as these tensors
-        self.__cuda_array_interface__ = {
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "data": (memory.address, False),
-            "version": 3,
-        }
-
-
-def _bytes_of(memory: Memory, device: Device) -> torch.Tensor:
-    if device.ordinal < 0:
+def _bytes_of(memory: Memory, place: Device) -> torch.Tensor:
+    if place.ordinal < 0:
         return torch.frombuffer(memory, dtype=torch.uint8)
-    return torch.as_tensor(_GpuBytes(memory), device=torch.device("cuda", device.ordinal))
+    return device.gpu_bytes(memory.address, memory.nbytes, place, memory)
 
 
 class Loader:
