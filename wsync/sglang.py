@@ -199,8 +199,8 @@ class SglangLoader(RecordedLoader):
 
     def comparison(self, timeout: float) -> Comparison:
         """Only a weight-update session undoes what SGLang rewrites after loading, and none is open
-        now."""
-        if reason := rewritten(self._module):
+        now.  Places where experts were are not compared."""
+        if reason := rewritten(self._module) or self.stale():
             raise StateError(reason)
         return super().comparison(timeout)
 

@@ -305,19 +305,12 @@ class Sync(Updates):
         """
         report = Report()
         with self._running("verify"), self._attempt(report, None, weights, self._lost):
-            given = self._given(weights)
-            if self._connection is None:
-                raise _core.StateError(
-                    "verify: there is no connection to compare through: call update first"
-                )
-            unread = {name: f"lost: {why}" for name, why in self._lost.items()}
-            for delivery in (Delivery.STOCK, Delivery.BROADCAST):
-                for engine in self._roster.taking(delivery):
-                    unread[engine.name] = f"it takes {delivery.words}"
-            workers = self._compare(given, report)
-            for found in workers:
-                if not found["tensors"]:
-                    unread[found["engine"]] = found["uncompared"]
+            workers = self._compare(self._given(weights), report)
+        unread = {found["engine"]: found["uncompared"] for found in workers if not found["tensors"]}
+        unread |= {name: f"lost: {why}" for name, why in self._lost.items()}
+        for delivery in (Delivery.STOCK, Delivery.BROADCAST):
+            taking = self._roster.taking(delivery)
+            unread |= {engine.name: f"it takes {delivery.words}" for engine in taking}
         return Verification(workers, unread, report.seconds, self._requests.pauses)
 
     def _compare(self, weights: Weights | None, report: Report) -> list[dict[str, Any]]:
@@ -330,7 +323,10 @@ class Sync(Updates):
             self._lend(sources, of(table))
             connection = self._connection
             if connection is None:
-                raise _core.StateError("verify: the weights lie in other memory than in the update")
+                raise _core.StateError(
+                    "verify: call update first: no update has been made, or none since an error or "
+                    "since the weights have moved to other memory"
+                )
             connection.describe(report)
             connection.compare()
             self._requests.hold()

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from wsync._core import (
-    ALL_BUFFERS,
-    LOCAL,
-    BufferTable,
-    Layout,
-    LayoutBuilder,
-    Memory,
-    Route,
-    Shard,
-    Stream,
-    describe,
-)
+from wsync import _core
 from wsync.boxes import contiguous_strides
-from wsync.machine.device import await_torch, gpu_bytes
-from wsync.module_tensors import dtype_of
+from wsync.machine.device import GpuBytes, await_torch
+from wsync.module_tensors import dtype_of, same_bytes
+from wsync.probing.pieces import LocalCopy, as_kept
 
-_BATCH_NBYTES: Final = 64 << 20  # that are compared at once, unless a piece has more
+_BATCH_NBYTES: Final = 64 << 20  # that are copied at once, unless a piece has more
 _ALIGNMENT: Final = 16
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -57,24 +48,25 @@ class Comparison:
 
     def __init__(
         self,
-        ring: Memory,
-        manifest: Layout,
-        lent: BufferTable | None,
-        stream: Stream,
-        layout: Layout,
+        ring: _core.Memory,
+        manifest: _core.Layout,
+        lent: _core.BufferTable | None,
+        stream: _core.Stream,
+        layout: _core.Layout,
         tensors: Sequence[torch.Tensor],
         timeout: float,
     ) -> None:
         self._manifest, self._stream, self._timeout = manifest, stream, timeout
-        self._lent = BufferTable([]) if lent is None else lent
-        self._ring = BufferTable([(ring.address, ring.nbytes)] * manifest.buffer_count(), ring)
+        self._lent = _core.BufferTable([]) if lent is None else lent
+        self._ring = _core.BufferTable(
+            [(ring.address, ring.nbytes)] * manifest.buffer_count(), ring
+        )
         self._pieces = defaultdict[int, list[_Piece]](list)  # by the manifest's buffers
         self._names = set[str]()
         self._nbytes = 0
-        self._scratch: torch.Tensor | None = None
         self.different: dict[str, list[int]] = {}
-        BufferTable.of(describe(tensors, gpu=True))  # StateError while an engine sleeps
-        boxes: dict[str, list[tuple[str, Shard, torch.Tensor]]] = {}
+        _core.BufferTable.of(_core.describe(tensors, gpu=True))  # StateError while an engine sleeps
+        boxes: dict[str, list[tuple[str, _core.Shard, torch.Tensor]]] = {}
         for index in range(layout.tensor_count):
             name, dtype, _, _ = layout.tensor(index)
             mine = [shard for shard in layout.shards(index) if shard.buffer < len(tensors)]
@@ -98,8 +90,15 @@ class Comparison:
         lent = len(self._lent)
         if round == 0:
             pieces = [piece for buffer in range(lent) for piece in self._pieces[buffer]]
-            self._compare(pieces, ALL_BUFFERS, self._lent)
+            self._compare(pieces, _core.ALL_BUFFERS, self._lent)
         self._compare(self._pieces[lent + round], lent + round, self._ring)
+
+    def compare_copies(self, copies: Iterable[LocalCopy], tensors: Sequence[torch.Tensor]) -> None:
+        """Compares the second places of elements, which are copied within the tensors."""
+        for copy in copies:
+            target = copy.target.view(tensors)
+            if not same_bytes(as_kept(copy.source.view(tensors), target.dtype), target):
+                self.different[copy.target.name] = list(copy.target.start)
 
     def facts(self) -> dict[str, Any]:
         """Returns the number of tensors that were compared, wholly or in part, the bytes that the
@@ -116,11 +115,11 @@ class Comparison:
         address, nbytes = self._lent[buffer] if lent else self._ring[buffer]
         nbytes -= nbytes % like.element_size()
         if like.is_cuda:
-            return gpu_bytes(address, nbytes, self._stream.device)
+            return torch.as_tensor(GpuBytes(address, nbytes), device=like.device)
         array = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(array, dtype=torch.uint8)
 
-    def _compare(self, pieces: Sequence[_Piece], buffer: int, sources: BufferTable) -> None:
+    def _compare(self, pieces: Sequence[_Piece], buffer: int, sources: _core.BufferTable) -> None:
         self._note([(piece, piece.brought) for piece in pieces if piece.brought is not None])
         for batch in _batches([piece for piece in pieces if piece.brought is None]):
             self._note(list(zip(batch, self._copy(batch, buffer, sources), strict=True)))
@@ -133,13 +132,17 @@ class Comparison:
             self._nbytes += brought.nbytes
             if not equal and piece.name not in self.different:
                 first = int((piece.held != brought).flatten().byte().argmax())
-                self.different[piece.name] = _nth(piece.where, first)
+                strides = contiguous_strides(brought.shape)
+                self.different[piece.name] = [
+                    indices[first // stride % len(indices)]
+                    for indices, stride in zip(piece.where, strides, strict=True)
+                ]
 
     def _copy(
-        self, pieces: Sequence[_Piece], buffer: int, sources: BufferTable
+        self, pieces: Sequence[_Piece], buffer: int, sources: _core.BufferTable
     ) -> list[torch.Tensor]:
         """Copies pieces to scratch memory; returns the bits of each."""
-        builder, places, end = LayoutBuilder(), list[int](), 0
+        builder, places, end = _core.LayoutBuilder(), list[int](), 0
         for name, dtype, shape, where, held, _ in pieces:
             start, extent = [each.start for each in where], held.shape
             strides = [step * held.element_size() for step in contiguous_strides(extent)]
@@ -147,43 +150,23 @@ class Comparison:
             builder.add_shard(name, dtype, shape, start, extent, 0, end, strides, steps=steps)
             places.append(end)
             end += -(-held.nbytes // _ALIGNMENT) * _ALIGNMENT
-        flat = self._room(end, pieces[0].held.device)
-        route = Route(self._manifest, builder.build())
-        target = BufferTable([(flat.data_ptr(), end)], flat)
-        self._stream.copy(route, buffer, LOCAL, sources, target)
+        flat = torch.empty(end, dtype=torch.uint8, device=pieces[0].held.device)
+        await_torch(self._stream.device, self._timeout)  # which may still use this memory
+        route = _core.Route(self._manifest, builder.build())
+        target = _core.BufferTable([(flat.data_ptr(), end)], flat)
+        self._stream.copy(route, buffer, _core.LOCAL, sources, target)
         self._stream.synchronize(self._timeout)
         return [
-            flat[at : at + held.nbytes].view(held.dtype).view(held.shape)
-            for at, held in zip(places, (piece.held for piece in pieces), strict=True)
+            flat[at : at + piece.held.nbytes].view(piece.held.dtype).view(piece.held.shape)
+            for at, piece in zip(places, pieces, strict=True)
         ]
-
-    def _room(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if self._scratch is None or self._scratch.nbytes < nbytes:
-            self._scratch = None  # frees it first
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            await_torch(self._stream.device, self._timeout)  # which may still use this memory
-        return self._scratch
-
-
-def _nth(where: Sequence[range], number: int) -> list[int]:
-    """The indices of an element of a box, given by number."""
-    found = list[int]()
-    for indices in reversed(where):
-        number, place = divmod(number, len(indices))
-        found.insert(0, indices[place])
-    return found
 
 
 def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    batch, nbytes = list[_Piece](), 0
-    for piece in pieces:
-        if batch and nbytes + piece.held.nbytes > _BATCH_NBYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(piece)
-        nbytes += piece.held.nbytes
-    if batch:
-        yield batch
+    ends = itertools.accumulate(piece.held.nbytes for piece in pieces)
+    numbered = [(end // _BATCH_NBYTES, piece) for end, piece in zip(ends, pieces, strict=True)]
+    for _, batch in itertools.groupby(numbered, lambda each: each[0]):
+        yield [piece for _, piece in batch]
 
 
 def _same(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
@@ -203,7 +186,7 @@ def _wide(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.T
         return one, other
 
 
-def _bits(tensor: torch.Tensor, dtype: str, box: Shard) -> torch.Tensor:
+def _bits(tensor: torch.Tensor, dtype: str, box: _core.Shard) -> torch.Tensor:
     """A view of the bits that a tensor holds of a box."""
     bits = tensor.detach().view(_BITS[dtype_of(dtype).itemsize])
     item = bits.element_size()
@@ -211,7 +194,7 @@ def _bits(tensor: torch.Tensor, dtype: str, box: Shard) -> torch.Tensor:
     return bits.as_strided(box.extent, strides, int(bits.storage_offset()) + box.offset // item)
 
 
-def _indices(box: Shard) -> list[range]:
+def _indices(box: _core.Shard) -> list[range]:
     """The indices of a box, by axis."""
     found = zip(box.start, box.extent, box.steps, strict=True)
     return [range(start, start + count * step, step) for start, count, step in found]

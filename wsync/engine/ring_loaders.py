@@ -119,7 +119,8 @@ class RingManifest:
 def _bytes_of(memory: Memory, place: Device) -> torch.Tensor:
     if place.ordinal < 0:
         return torch.frombuffer(memory, dtype=torch.uint8)
-    return device.gpu_bytes(memory.address, memory.nbytes, place, memory)
+    found = device.GpuBytes(memory.address, memory.nbytes, memory)
+    return torch.as_tensor(found, device=torch.device("cuda", place.ordinal))
 
 
 class Loader:
@@ -261,17 +262,14 @@ class RoutedLoader(Loader):
         self._attached().check_rounds(rounds, self._first)
         self._loaded = set()
 
-    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
-        """Returns the boxes that updates fill, and the tensors of the first buffers.  What is
-        loaded to further buffers cannot be compared.  StateError: the tensors have changed."""
-        raise NotImplementedError
-
-    def comparison(self, timeout: float) -> Comparison:
+    def _comparison(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], timeout: float
+    ) -> Comparison:
+        """Returns a comparison with the boxes that updates fill, and the tensors that have them."""
         assert self.stream is not None
         known = self._attached()
-        return Comparison(
-            *(known.ring, known.layout, self._borrowed, self.stream), *self.held(), timeout
-        )
+        brought = known.ring, known.layout, self._borrowed, self.stream
+        return Comparison(*brought, layout, tensors, timeout)
 
     def _aim(self, target: LoadTarget) -> None:
         """Sets the destinations of the next rounds, because parameters may move between updates.
@@ -352,8 +350,8 @@ class LayoutLoader(RoutedLoader):
         super().begin(rounds)
         self._aim(self._places())
 
-    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
-        return self._layout, self._places().tensors
+    def comparison(self, timeout: float) -> Comparison:
+        return self._comparison(self._layout, self._places().tensors, timeout)
 
     def _places(self) -> Destination:
         target = Destination(self._layout, self._tensors)
@@ -394,9 +392,9 @@ class ModuleLoader(RoutedLoader):
             self._known = NamedPlaces(self._module, target)
         self._aim(target)
 
-    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
+    def comparison(self, timeout: float) -> Comparison:
         found = named_tensors(self._module, self._attached().shapes)
-        return found.layout(), found.tensors[: found.count]
+        return self._comparison(found.layout(), found.tensors[: found.count], timeout)
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):

@@ -191,10 +191,10 @@ def on_gpu(nbytes: int, device: _core.Device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device.ordinal))
 
 
-class _GpuBytes:
+class GpuBytes:
     """Memory of a GPU with CUDA's array interface, from which torch makes tensors."""
 
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
         self._owner = owner  # kept as long as these tensors
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
@@ -202,14 +202,6 @@ class _GpuBytes:
             "data": (address, False),
             "version": 3,
         }
-
-
-def gpu_bytes(
-    address: int, nbytes: int, device: _core.Device, owner: object = None
-) -> torch.Tensor:
-    """Returns a view of memory of a GPU, which keeps `owner`."""
-    found = _GpuBytes(address, nbytes, owner)
-    return torch.as_tensor(found, device=torch.device("cuda", device.ordinal))
 
 
 def has_nccl(device: _core.Device) -> bool:

@@ -115,13 +115,14 @@ class Control:
     def to_bytes(self) -> bytes:
         """The message as JSON."""
         fields = {"protocol": PROTOCOL, **asdict(self)}
-        for name, op in (
-            ("address", "open inspect"),
-            ("ahead", "open close"),
-            ("drafts", "open"),
-            ("answer", "open"),
-        ):
-            if self.op not in op:
+        some = {
+            "address": "open inspect",
+            "ahead": "open close",
+            "drafts": "open",
+            "answer": "open",
+        }
+        for name, ops in some.items():
+            if self.op not in ops:
                 del fields[name]
         return json.dumps(fields, separators=(",", ":")).encode()
 

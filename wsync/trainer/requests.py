@@ -148,10 +148,8 @@ class EngineRequests:
         deadline = Deadline(self._options.deadline)
 
         def hold(_: int, engine: CheckedEngine) -> None:
-            mode = "in_place"
-            if ignores_pause(how_started(engine.handle, deadline.left), mode):
-                mode = self._options.pause_mode
-            engine.pause(mode, deadline.left)
+            cannot = ignores_pause(how_started(engine.handle, deadline.left), "in_place")
+            engine.pause(self._options.pause_mode if cannot else "in_place", deadline.left)
 
         self._pausing = self._start(hold)
 

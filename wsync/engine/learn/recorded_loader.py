@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 
 from wsync import _core
-from wsync.engine.comparison import Comparison
 from wsync.engine.destination import MissingError
 from wsync.engine.learn.load_targets import LoadTargets, has_changed, wrapped_parameters
 from wsync.engine.learn.made_up import MadeUpTensors, given_values
@@ -142,7 +141,7 @@ class RecordedLoader(ChoosingLoader):
 
     def _is_current(self) -> bool:
         """Whether load_weights still does what was learnt."""
-        if not isinstance(self._chosen, ReplayLoader) or self._stale():
+        if not isinstance(self._chosen, ReplayLoader) or self.stale():
             return False
         try:
             self._chosen.check()
@@ -244,7 +243,7 @@ class RecordedLoader(ChoosingLoader):
 
     def begin(self, rounds: int) -> None:
         try:
-            if change := self._stale():
+            if change := self.stale():
                 raise has_changed(type(self._module).__name__, change)
             super().begin(rounds)
         except _core.StateError:
@@ -258,11 +257,6 @@ class RecordedLoader(ChoosingLoader):
             run_in_place(self._module, lambda: after(self._module))
         return receipt
 
-    def comparison(self, timeout: float) -> Comparison:
-        if change := self._stale():
-            raise has_changed(type(self._module).__name__, change)
-        return super().comparison(timeout)
-
     def method(self) -> LoadWeights:
         """Returns the load_weights that was given, or else the module's present one.  Subclasses
         may override this."""
@@ -272,7 +266,7 @@ class RecordedLoader(ChoosingLoader):
             raise _core.LayoutError(f"{name} has no method load_weights, and none was given")
         return method
 
-    def _stale(self) -> str:
+    def stale(self) -> str:
         """Says what has changed so that load_weights must be learnt anew; "" if nothing has."""
         method = self.method()
         # a method that is made anew at each access differs from itself, and is not compared

@@ -130,17 +130,10 @@ class ReplayLoader(RoutedLoader):
         self._whole = False
         self._aim(filling)
 
-    def held(self) -> tuple[Layout, Sequence[torch.Tensor]]:
-        tensors = _Filling(self).tensors
-        return self.layout, [tensors[number] for number in self.used]
-
     def comparison(self, timeout: float) -> Comparison:
-        """Also compares the copies within the module."""
-        found, tensors = super().comparison(timeout), self._learnt.memory.tensors()
-        for copy in self._learnt.does.copies:
-            target = copy.target.view(tensors)
-            if not same_bytes(as_kept(copy.source.view(tensors), target.dtype), target):
-                found.different[copy.target.name] = list(copy.target.start)
+        tensors = _Filling(self).tensors
+        found = self._comparison(self.layout, [tensors[n] for n in self.used], timeout)
+        found.compare_copies(self._learnt.does.copies, tensors)
         return found
 
     def check(self) -> _Filling:
