@@ -92,6 +92,7 @@ def one_process(layers: int) -> Iterator[dict[str, Any]]:
                 "memcpy": (1, memcpy(nbytes)),
             }
             seconds, verified = compare(ways, consumer, digest(weights), REPEATS)
+            verified = verified and verify(sync, seconds)
         lent, agreed = directly(weights, consumer, peer_class)
     finally:
         consumer.close()
@@ -101,6 +102,7 @@ def one_process(layers: int) -> Iterator[dict[str, Any]]:
             yield case("one process", "wsync", name, f"{name}, {peer}")
             yield case("one process, stock engine", "wsync, stock", name, f"{name}, {peer}")
     yield case("one process", "wsync", "memcpy", "one memcpy")
+    yield case("one process, Sync.verify", "verify", "wsync", "the update")
     yield from direct_rows("one process", peer, nbytes=nbytes, seconds=lent, verified=agreed)
 
 
@@ -128,7 +130,15 @@ def directly(
             "wsync": (1, direct.update),
             "memcpy": (1, memcpy(size(weights))),
         }
-        return compare(ways, consumer, digest(weights), REPEATS)
+        seconds, verified = compare(ways, consumer, digest(weights), REPEATS)
+        return seconds, verified and verify(direct, seconds)
+
+
+def verify(sync: wsync.Sync, seconds: dict[str, float]) -> bool:
+    """Whether all verifications agree; adds their median seconds."""
+    found = [sync.verify() for _ in range(REPEATS)]
+    seconds["verify"] = statistics.median(each.seconds for each in found)
+    return all(found)
 
 
 def size(weights: dict[str, torch.Tensor]) -> int:
@@ -143,7 +153,9 @@ def consumer_of(weights: dict[str, torch.Tensor], bucket: Any) -> Consumer:
 def direct_rows(case: str, peer: str, **found: Any) -> Iterator[dict[str, Any]]:
     """The rows of a direct update beside slime's loop and a memcpy; found: as `row` takes it."""
     for name in found["seconds"]:
-        if name != "wsync":
+        if name == "verify":
+            yield row(f"{case}, direct, Sync.verify", name, "wsync", "the update", **found)
+        elif name != "wsync":
             whose = "one memcpy" if name == "memcpy" else f"{name}, {peer}"
             yield row(f"{case}, direct", "wsync", name, whose, **found)
 

@@ -8,7 +8,7 @@ from wsync.messages.control import Control
 TOKEN = "0123456789abcdef" * 2
 ADDRESS = TOKEN + "@/tmp/wsync-x/socket"
 OPEN = {
-    "protocol": 4,
+    "protocol": 3,
     "op": "open",
     "session": "5f0c",
     "address": ADDRESS,
@@ -38,7 +38,7 @@ def test_a_literal_message_is_understood() -> None:
     ("changes", "text"),
     [
         ({"op": "commit"}, "unknown op 'commit'"),
-        ({"protocol": 1, "op": "other"}, "protocol 1, expected 4; use the same wsync on both"),
+        ({"protocol": 1, "op": "other"}, "protocol 1, expected 3; use the same wsync on both"),
         ({"surprise": 1}, "'surprise'"),
     ],
 )

@@ -49,6 +49,7 @@ def test_it_runs_in_the_repository_root(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "verified: " in done.stdout
+    assert re.search(r"compared \d+ tensors of 2 workers, .* no differences", done.stdout)
 
 
 def living(session: int) -> list[str]:

@@ -48,7 +48,7 @@ RUN_BY = {
     "import sys": "tests/test_servers.py, tests/test_servers_vllm.py",
     "sync = wsync.DiskSync": "test_versions_on_disk",
     "wsync doctor": "test_a_command_of_the_guide",
-    "print(requests.post(": "test_checksums",
+    "found = sync.verify()": "test_weights_are_verified",
     "wsync families": "test_a_command_of_the_guide",
     "fp8 = ": "test_weights_are_quantised",
     "python own_engine.py": "test_an_engine_of_ones_own",
@@ -190,9 +190,10 @@ def test_versions_on_disk(server: str, tmp_path: Path) -> None:
     assert tiny_qwen3.in_server(server) == tiny_qwen3.sums(weights)
 
 
-def test_checksums(server: str, capfd: pytest.CaptureFixture[str]) -> None:
-    guide.execute("Checking weights", {snippets.URL: server}, requests=requests)
-    assert capfd.readouterr().out.count("model.layers.0.") > 5
+def test_weights_are_verified(server: str) -> None:
+    with wsync.connect(tiny_qwen3.draw(tiny_qwen3.dense(), 12), engines=[server]) as sync:
+        sync.update()
+        assert guide.execute("Checking weights", {}, sync=sync)["found"]
 
 
 @pytest.mark.parametrize("start", ["wsync doctor", "wsync families", "python -m pydoc"])

@@ -101,10 +101,14 @@ def _update(
             if servers:
                 print(f"update {number} of {chosen.updates}: {report}", flush=True)
             problems += found
+        proof = sync.verify() if isinstance(sync, wsync.Sync) else None
     if not servers:
         return
     for number, url in enumerate(urls, 1):
         print(f"engine {number}, weights by {report.paths[url]}, says {_said(url)!r}")
+    if proof is not None:
+        print(f"sync.verify(): {proof!r}")
+        problems += [] if proof else [repr(proof)]
     if chosen.report:
         shown = "NOT VERIFIED" if problems else "verified"
         records = traces(folder, {s.pid: f"engine {n}" for n, s in enumerate(servers, 1)})

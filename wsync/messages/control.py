@@ -3,11 +3,11 @@
 A control message travels to each worker of an engine as a uint8 tensor named `__wsync__` (see
 wsync.messages.payload.control).  Its bytes are one JSON object:
 
-    {"protocol": 4, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
-     "update": 7, "deadline": 60.0, "drafts": 0, "answer": "", "ahead": ""}
-    {"protocol": 4, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
+    {"protocol": 3, "op": "open", "session": "5f0c...", "address": "<token>@<path>",
+     "update": 7, "deadline": 60.0}
+    {"protocol": 3, "op": "close", "session": "5f0c...", "update": 7, "deadline": 60.0,
      "ahead": "rounds"}
-    {"protocol": 4, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
+    {"protocol": 3, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
@@ -62,7 +62,7 @@ trainer lends; or the begin and the rounds."""
 CHANGED: Final = "has changed since wsync learnt what its load_weights does"
 """This part of a worker's error shows that a second attempt may succeed, because it learns anew."""
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,9 @@ class Control:
             raise ProtocolError(f"control message: unknown op {self.op!r:.80}")
 
     def to_bytes(self) -> bytes:
-        """The message as JSON."""
-        fields = {"protocol": PROTOCOL, **asdict(self)}
-        some = {
-            "address": "open inspect",
-            "ahead": "open close",
-            "drafts": "open",
-            "answer": "open",
-        }
-        for name, ops in some.items():
-            if self.op not in ops:
-                del fields[name]
-        return json.dumps(fields, separators=(",", ":")).encode()
+        """The message as JSON, without empty fields."""
+        fields = {name: value for name, value in asdict(self).items() if value or name == "update"}
+        return json.dumps({"protocol": PROTOCOL, **fields}, separators=(",", ":")).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> "Control":
