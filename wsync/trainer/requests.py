@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -148,8 +149,11 @@ class EngineRequests:
         deadline = Deadline(self._options.deadline)
 
         def hold(_: int, engine: CheckedEngine) -> None:
-            cannot = ignores_pause(how_started(engine.handle, deadline.left), "in_place")
-            engine.pause(self._options.pause_mode if cannot else "in_place", deadline.left)
+            if not ignores_pause(how_started(engine.handle, deadline.left), "in_place"):
+                with contextlib.suppress(_core.RemoteError):  # slime's actors of 0.2.2 take no mode
+                    engine.pause("in_place", deadline.left)
+                    return
+            engine.pause(self._options.pause_mode, deadline.left)
 
         self._pausing = self._start(hold)
 
