@@ -317,10 +317,8 @@ class Sync(Updates):
         """Makes workers compare their weights; returns what each has found."""
         if not any(map(self._roster.taking, (Delivery.WSYNC, Delivery.REMOTE))):
             return []
-        table = self._bind(weights, report)
-        sources = _core.BufferTable.of(table)
         with self._group.watching(self._watch):
-            self._lend(sources, of(table))
+            _, sources = self._share(weights, report)
             connection = self._connection
             if connection is None:
                 raise _core.StateError(
@@ -460,11 +458,7 @@ class Sync(Updates):
 
     def _deliver(self, weights: Weights | None, report: Report) -> Connection:
         """Brings the workers of this rank every byte while their engines are paused."""
-        lending = self._lending
-        table = self._bind(weights, report, lending.table if lending else None)
-        sources = lending.bind(table) if lending else _core.BufferTable.of(table)
-        with report.phase("open"):
-            self._lend(sources, table)  # before engines are asked for anything
+        table, sources = self._share(weights, report)  # before engines are asked for anything
         former, messages = self._connection, None
         begun = former is not None and former.ahead  # workers map what is lent before they pause
         if former is not None and begun:
@@ -494,6 +488,17 @@ class Sync(Updates):
                 self._open(connection, report)
             connection.run(sources, messages, report, bar)
         return connection
+
+    def _share(
+        self, weights: Weights | None, report: Report
+    ) -> tuple[_core.TensorTable, _core.BufferTable]:
+        """Returns this rank's tensors and their places, of which all ranks are told."""
+        lending = self._lending
+        table = self._bind(weights, report, lending.table if lending else None)
+        sources = lending.bind(table) if lending else _core.BufferTable.of(table)
+        with report.phase("open"):
+            self._lend(sources, table)
+        return table, sources
 
     def _lend(self, sources: _core.BufferTable, table: _core.TensorTable) -> None:
         """Tells all ranks which weights workers can read in place, and where these are now.  Closes
