@@ -276,7 +276,7 @@ def big() -> Iterator[list[ProcessEngine]]:
     ("how", "delivery"),
     [
         (signal.SIGKILL, "distributed"),
-        (signal.SIGSTOP, "distributed"),
+        pytest.param(signal.SIGSTOP, "distributed", marks=pytest.mark.slow),
         (signal.SIGKILL, "stock"),
     ],
 )

@@ -21,6 +21,7 @@ import wsync
 
 RANKS = 2
 PHASES = ["open", "attach", "round", "done", "prepared", "commit", "close"]
+QUICK = ["attach", "round", "close"]
 SECONDS = float(os.environ.get("WSYNC_FLEET_SECONDS") or 10)
 
 
@@ -71,7 +72,10 @@ def test_an_engine_that_was_restarted_takes_the_next_update(trainer: Ranks, flee
     check(fleet, 2, 0, 1, 2)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PHASES],
+)
 def test_a_worker_that_dies_within_an_update_costs_its_engine(
     trainer: Ranks, fleet: Fleet, phase: str
 ) -> None:

@@ -108,9 +108,8 @@ def cases_of(engine: str) -> dict[str, list[dict[str, Any]]]:
     return {
         "one": [{"family": family, "tp": 1, "ep": 1} for family in FAMILIES],
         "every": [
-            {**one, "family": family, "tp": tp, "ranks": [tp - 1]}
+            {**one, "family": family, "tp": 2, "ranks": [1]}
             for family in (*SAVED, own_family.NAME)
-            for tp in (1, 2)
             if family not in UNSERVED[engine]
         ],
         "draft": [draft | {"family": f, "refused": f in undrafted} for f in draft_models.FAMILIES],
@@ -206,6 +205,14 @@ def test_every_worker_of_larger_engines(engine: str, version: str) -> None:
     cases += [{"family": "qwen3", "tp": 4, "ep": 1, "config": TIED}]
     cases += [{"family": "llama", "tp": 2, "ep": 1, "config": TIED}]
     check(learn(engine, version, cases))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "version"), ENGINES)
+def test_every_family_on_one_worker(engine: str, version: str) -> None:
+    served = [name for name in SAVED if name not in UNSERVED[f"{engine} {version}"]]
+    one = {"tp": 1, "ep": 1, "modes": ["needed"]}
+    check(learn(engine, version, [{**one, "family": name} for name in served]), engine)
 
 
 @pytest.mark.slow
