@@ -18,7 +18,7 @@ _CHOICES: Final = {
     "broadcast": ("auto", "wsync", "bucket", "tensor"),
     "backend": ("auto", "gloo", "nccl"),
     "exchange": ("auto", "shared", "gloo", "nccl"),
-    "pause_mode": ("abort", "retract", "in_place"),
+    "pause_mode": ("auto", "abort", "retract", "in_place"),
     "stage": ("auto", "on", "off"),
     "lost": ("continue", "raise"),
     "verify": ("first", "always", "never"),
@@ -63,8 +63,9 @@ class Options:
         pause_mode: what an update does to running requests.  "abort" ends them, and they return the
             tokens that they have.  "retract" keeps them and computes their keys and values anew
             with the new weights.  "in_place" keeps them with the keys and values of the old
-            weights.  SGLang with pipeline stages needs "abort".  See "Running requests" in
-            wsync/guide/engines.md.
+            weights.  SGLang with pipeline stages needs "abort".  "auto": "retract" for servers of
+            SGLang 0.5.23 and newer without pipeline stages, "abort" for other engines.  See
+            "Running requests" in wsync/guide/engines.md.
         flush_cache: whether engines empty their prefix cache before the update.  "in_place" needs
             False.  With False, SGLang reuses prefixes that old weights have computed, in every
             mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang
@@ -135,7 +136,7 @@ class Options:
     delivery: str = "auto"
     broadcast: str = "auto"
     backend: str = "auto"
-    pause_mode: str = "abort"
+    pause_mode: str = "auto"
     flush_cache: bool = True
     stage: str = "auto"
     exchange: str = "auto"

@@ -78,12 +78,20 @@ def stages_of(started: Mapping[str, Any]) -> int:
 def ignores_pause(started: Mapping[str, Any], mode: str) -> str:
     """Says why a server does not pause in this mode of Options.pause_mode.  Returns "" if it
     does."""
-    if (stages := stages_of(started)) == 1 or mode == "abort":
+    if (stages := stages_of(started)) == 1 or mode in ("abort", "auto"):
         return ""
     return (
         f"pp_size {stages}: SGLang's pipeline stages go on with their requests in "
         f"pause_mode={mode!r}: give pause_mode='abort'"
     )
+
+
+def retracts(started: Mapping[str, Any]) -> bool:
+    """Whether an SGLang server pauses as in pause_mode="retract" and can then empty its cache.  Up to
+    0.5.22, requests that wait keep it from that (sglang#33783)."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(started.get("version")))
+    version = tuple(map(int, found.groups())) if found else ()
+    return version >= (0, 5, 23) and stages_of(started) == 1
 
 
 class NotOfferedError(RemoteError):

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from wsync._core import InvalidArgumentError
-from wsync.handles.answers import NotOfferedError, identity_of
+from wsync.handles.answers import NotOfferedError, identity_of, retracts
 from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
@@ -83,6 +83,14 @@ def who_answers(engine: EngineHandle, deadline: Deadline) -> tuple[dict[str, Any
     if not found.keys() & {"instance", "process"}:
         found = how_started(engine, deadline.left)
     return identity_of(found), None if version is None else str(version)
+
+
+def pause_mode(engine: EngineHandle, wanted: str) -> str:
+    """The mode of `EngineHandle.pause` for Options.pause_mode."""
+    if wanted != "auto":
+        return wanted
+    known = isinstance(engine, HttpHandle) and retracts(engine.started)
+    return "retract" if known else "abort"
 
 
 def control_only(engine: EngineHandle) -> bool:

@@ -152,7 +152,7 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
     if options is None:
         most = getattr(args, "update_weight_buffer_size", Options.bucket_nbytes)
         lost = "continue" if getattr(args, "use_fault_tolerance", False) else "raise"
-        chosen: dict[str, Any] = {"bucket_nbytes": most, "lost": lost}
+        chosen: dict[str, Any] = {"bucket_nbytes": most, "pause_mode": "abort", "lost": lost}
         chosen |= Options.named(_VARIABLE, os.environ.get(_VARIABLE) or {})
         chosen |= Options.named("args.wsync_options", getattr(args, "wsync_options", None) or {})
         options = Options(**chosen)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from wsync import _core
 from wsync.handles.answers import ignores_pause
-from wsync.handles.base import EngineHandle, how_started, send_control
+from wsync.handles.base import EngineHandle, how_started, pause_mode, send_control
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import (
     LATER_SECONDS,
@@ -165,7 +165,7 @@ class EngineRequests:
                 f"engine {engine.name}: still busy with a request of an update that failed"
             )
         times = [time.perf_counter()]
-        engine.pause(self._options.pause_mode, deadline.left)
+        engine.pause(pause_mode(engine.handle, self._options.pause_mode), deadline.left)
         times.append(time.perf_counter())
         if engine.restarted:
             handle: Any = engine.handle
