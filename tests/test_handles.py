@@ -27,7 +27,7 @@ from wsync._core import (
 )
 from wsync.engine import Receiver
 from wsync.engine.ring_loaders import ModuleLoader
-from wsync.handles.base import EngineHandle, handle, send_control
+from wsync.handles.base import EngineHandle, handle, pause_mode, send_control
 from wsync.handles.local import LocalHandle
 from wsync.handles.sglang_engine import SglangHandle
 from wsync.handles.sglang_http import HttpHandle
@@ -732,6 +732,23 @@ def test_a_wrong_number_of_payloads_never_reaches_the_engine(server: FakeServer)
     with pytest.raises(InvalidArgumentError, match="2 payloads for 3 workers"):
         update(HttpHandle(server.url, workers=3))
     assert server.seen == []
+
+
+@pytest.mark.parametrize(
+    ("version", "stages", "mode"),
+    [
+        ("0.5.23.post1", 1, "retract"),
+        ("0.5.22", 1, "abort"),
+        ("1.0.0", 2, "abort"),
+        (None, 1, "abort"),
+    ],
+)
+def test_requests_stay_where_sglang_can_empty_its_cache_beside_them(
+    server: FakeServer, version: str | None, stages: int, mode: str
+) -> None:
+    server.answers["/server_info"] = (200, {"tp_size": 1, "pp_size": stages, "version": version})
+    assert pause_mode(handle(server.url), "auto") == mode
+    assert pause_mode(handle(server.url), "in_place") == "in_place"
 
 
 def test_pipeline_stages_need_the_loader_or_files(server: FakeServer, tmp_path: Path) -> None:
