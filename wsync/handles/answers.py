@@ -87,8 +87,8 @@ def ignores_pause(started: Mapping[str, Any], mode: str) -> str:
 
 
 def retracts(started: Mapping[str, Any]) -> bool:
-    """Whether an SGLang server pauses as in pause_mode="retract" and can then empty its cache.  Up to
-    0.5.22, requests that wait keep it from that (sglang#33783)."""
+    """Whether an SGLang server can empty its cache in pause_mode="retract".  Up to 0.5.22, requests
+    that wait keep it from that (sglang#33783)."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(started.get("version")))
     version = tuple(map(int, found.groups())) if found else ()
     return version >= (0, 5, 23) and stages_of(started) == 1

@@ -20,8 +20,9 @@ class CheckedEngine:
     """A handle that checks its engine, for the updates of one connection.
 
     `pause` begins an update: it notes the engine's identity and the version that it reports.  An
-    SGLang engine is given the update's version only if both are unchanged.  Before and after the
-    engine continues, its identity must be unchanged, and it must report the version it was given.
+    SGLang engine without wsync's loader is given the update's version only if both are unchanged.
+    Before and after the engine continues, its identity must be unchanged, and it must report the
+    version it was given.
 
     SGLang records the version of every request that has one.  The opening message and every bucket
     except the last carry a temporary version, so that a failed update cannot leave the old version
@@ -138,7 +139,7 @@ class CheckedEngine:
         first = messages[0]
         if first.answer:  # it keeps its weights; SGLang records the version of every request
             request["weight_version"] = self._version
-        checked = self._sending(joins=first.op == "open", **request)
+        checked = self._sending(op=first.op, **request)
         if first.op == "open" and first.drafts and first.session != self._shown:
             show_drafts(self._told, checked["timeout"])
             self._shown = first.session
@@ -188,18 +189,18 @@ class CheckedEngine:
         weight_version: int | str | None,
         timeout: float,
         *,
-        joins: bool = False,
+        op: str = "",
         **others: Any,
     ) -> dict[str, Any]:
         """The arguments of a request that carries weights or makes workers take them.  A request
         without a version gets the temporary one.  The timeout is the time that is left.
 
-        joins: whether the request only asks workers to join an update."""
+        op: of a control message.  Closing messages come just after all workers have answered."""
         deadline = Deadline(timeout)
         if weight_version is None:
             weight_version = self._updating
-        elif self._updating is not None:
+        elif self._updating is not None and not op:
             self.verify(deadline.left)
-        self.joined, self.sent = True, self.sent or not joins
+        self.joined, self.sent = True, self.sent or op != "open"
         self._version = None if weight_version is None else str(weight_version)
         return {"weight_version": weight_version, "timeout": deadline.left, **others}
