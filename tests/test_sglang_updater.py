@@ -28,7 +28,9 @@ def test_every_worker_holds_what_its_own_loading_gives(engine: SglangProcesses) 
     with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
         for seed in (1, 2):
             report = sync.update(engine.weights(seed), version=seed)
+            assert sync.verify(engine.weights(seed))
             assert engine.is_loaded(seed)
+        assert len(sync.verify(engine.weights(1)).workers[1]["different"]) > 20
     assert engine.ask("reason") == ["", ""]
     assert report.redundancy == 1.0
     assert report.delivered_nbytes < 1.2 * report.model_nbytes

@@ -54,6 +54,8 @@ def check_two_updates(engine: VllmEngine) -> None:
             report = sync.update(engine.weights(seed), version=seed)
             assert report.redundancy == 1.0
             assert report.delivered_nbytes < 2 * report.model_nbytes
+        assert sync.verify(engine.weights(2))
+        assert not sync.verify(engine.weights(1))
         assert engine.collective_rpc("reasons") == [["", ""]] * len(engine.processes)
         assert not any(engine.differing(2))
         kept = inspection.look(engine).workers
@@ -62,7 +64,8 @@ def check_two_updates(engine: VllmEngine) -> None:
     assert engine.collective_rpc("places") == places
     assert wsync.handle(engine).model_info(5)["weight_version"] == "2"
     steps = [("sleep", 0, "abort"), ("reset_prefix_cache", False), ("wake_up", ["scheduling"])]
-    assert engine.calls == [*steps, *steps]
+    looks = [("sleep", 0, "keep"), steps[-1]]
+    assert engine.calls == [*steps, *steps, *looks, *looks]
 
 
 def test_a_remote_engine_is_sent_what_its_workers_keep(engine: VllmEngine) -> None:
