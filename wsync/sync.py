@@ -284,9 +284,9 @@ class Sync(Updates):
         trainer ranks call it together.
 
         The trainer sends what an update sends, and workers compare it with their parameters instead
-        of loading it, with the same casts.  Engines pause meanwhile; they keep running requests
-        (SGLang's pipeline stages do with them what Options.pause_mode says), their weights and
-        their version, and continue even if weights differ.
+        of loading it, with the same casts.  Engines pause meanwhile, and keep running requests;
+        only SGLang's pipeline stages end them.  They continue, also if weights differ, with the
+        weights and the version that they have.
 
         What an engine's own load_weights computes is not compared, nor engines without wsync's
         receiver: SGLang can read single tensors of only a few models back.
@@ -309,8 +309,7 @@ class Sync(Updates):
         unread = {found["engine"]: found["uncompared"] for found in workers if not found["tensors"]}
         unread |= {name: f"lost: {why}" for name, why in self._lost.items()}
         for delivery in (Delivery.STOCK, Delivery.BROADCAST):
-            taking = self._roster.taking(delivery)
-            unread |= {engine.name: f"it takes {delivery.words}" for engine in taking}
+            unread |= {e.name: f"it takes {delivery.words}" for e in self._roster.taking(delivery)}
         return Verification(workers, unread, report.seconds, self._requests.pauses)
 
     def _compare(self, weights: Weights | None, report: Report) -> list[dict[str, Any]]:

@@ -58,9 +58,8 @@ class Comparison:
     ) -> None:
         self._manifest, self._stream, self._timeout = manifest, stream, timeout
         self._lent = _core.BufferTable([]) if lent is None else lent
-        self._ring = _core.BufferTable(
-            [(ring.address, ring.nbytes)] * manifest.buffer_count(), ring
-        )
+        spans = [(ring.address, ring.nbytes)] * manifest.buffer_count()
+        self._ring = _core.BufferTable(spans, ring)
         self._pieces = defaultdict[int, list[_Piece]](list)  # by the manifest's buffers
         self._names = set[str]()
         self._nbytes = 0
@@ -71,6 +70,7 @@ class Comparison:
             name, dtype, _, _ = layout.tensor(index)
             mine = [shard for shard in layout.shards(index) if shard.buffer < len(tensors)]
             boxes[name] = [(dtype, box, _bits(tensors[box.buffer], dtype, box)) for box in mine]
+        self._wanted = sum(held.nbytes for mine in boxes.values() for _, _, held in mine)
         for index in range(manifest.tensor_count):
             name, sent, shape, _ = manifest.tensor(index)
             for shard in manifest.shards(index):
@@ -101,8 +101,10 @@ class Comparison:
                 self.different[copy.target.name] = list(copy.target.start)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the number of tensors that were compared, wholly or in part, the bytes that the
-        worker holds of them, and the tensors that differ."""
+        """Returns the number of tensors that were compared, wholly or in part, their bytes, and the
+        tensors that differ.  ProtocolError: the rounds have not brought all bytes."""
+        if self._nbytes < self._wanted:
+            raise _core.ProtocolError(f"{self._nbytes} bytes came instead of {self._wanted}")
         return {"tensors": len(self._names), "nbytes": self._nbytes, "different": self.different}
 
     def _is_near(self, tensor: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ class CheckedEngine:
             the last successful update.
         stopped: whether the engine was asked to pause, and has not continued since.
         sent: whether the engine was sent weights since it paused, and may hold a part of an update.
-        joined: whether its workers were asked to join an update since it paused; only they know
+        joined: whether its workers were asked to load an update since it paused; only they know
             whether they have written anything.
         paused_seconds: how long the engine did not generate: since the last update paused it, or
             since an earlier one did that failed and left it paused.
@@ -140,6 +140,7 @@ class CheckedEngine:
         if first.answer:  # it keeps its weights; SGLang records the version of every request
             request["weight_version"] = self._version
         checked = self._sending(op=first.op, **request)
+        self.joined = not first.answer
         if first.op == "open" and first.drafts and first.session != self._shown:
             show_drafts(self._told, checked["timeout"])
             self._shown = first.session

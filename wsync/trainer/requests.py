@@ -153,7 +153,7 @@ class EngineRequests:
                 with contextlib.suppress(_core.RemoteError):  # slime's actors of 0.2.2 take no mode
                     engine.pause("in_place", deadline.left)
                     return
-            engine.pause(self._options.pause_mode, deadline.left)
+            engine.pause("abort", deadline.left)
 
         self._pausing = self._start(hold)
 
