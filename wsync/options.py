@@ -121,9 +121,9 @@ class Options:
             refuse an update, the error is raised.  A remote engine is left out only if it does not
             answer.  "raise": the error is raised.  slime's classes use "raise" unless
             args.use_fault_tolerance is set or their options say otherwise.
-        verify: whether `Sync.update` calls `Sync.verify` when it has succeeded: "never", "always",
-            or after the "first" update of each connection.  Engines have continued by then.  It
-            raises a StateError that names the tensors if any differ.
+        verify: whether `Sync.update` calls `Sync.verify` with the same weights when it has
+            succeeded: "never", "always", or after the "first" update of each connection.  Engines
+            have continued by then.  A StateError names the tensors if any differ.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """
