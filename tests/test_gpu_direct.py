@@ -44,6 +44,12 @@ def test_memory_that_has_changed_under_its_tensors_is_asked_about(trainer: Ranks
     assert trainer.run(gpu_direct_cases.changes, timeout=120) == [[(True, a) for a in asked]]
 
 
+def test_memory_is_asked_about_unless_it_must_be_there(trainer: Ranks) -> None:
+    (found,) = trainer.run(gpu_direct_cases.known_memory, timeout=120)
+    assert found[:-1] == [1, 0, 1, 1, 0, 1, 0, 1, 1]
+    assert "has paused and not resumed" in found[-1]
+
+
 def test_auto_lends_nothing_of_a_gpu(trainer: Ranks) -> None:
     case = (gpu_direct_cases.steady, dense(), "by handle", [0], "auto", 2)
     (facts,) = trainer.run(*case, timeout=300)

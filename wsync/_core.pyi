@@ -243,9 +243,9 @@ class BufferTable:
     """The memory that buffer indices refer to while copies run.  Keeps `owner` alive."""
     def __new__(cls, spans: Sequence[tuple[int, int]], owner: object = None) -> Self: ...
     @staticmethod
-    def of(tensors: TensorTable, owner: object = None) -> BufferTable:
+    def of(tensors: TensorTable, owner: object = None, ask: bool = True) -> BufferTable:
         """Span i covers tensors[i].  Keeps the tensors alive.  StateError names a tensor whose GPU memory is
-        not there now."""
+        not there now.  ask: False if the caller knows that all is there."""
     def allocations(self) -> list[tuple[int, int, int, bool]]:
         """Returns the allocations that `of` found around the buffers on a GPU, by address: (address, nbytes, identity,
         piece).  identity: unique among other memory there while this is lent; 0 if no other process can map it.  piece:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle, handles_of
-from wsync.machine.device import of
+from wsync.machine.device import KnownMemory, of
 from wsync.machine.trace import Trace
 from wsync.messages.control import CHANGED
 from wsync.options import Options, numbers
@@ -82,6 +82,7 @@ class Sync(Updates):
         self._lost_engines = LostEngines()  # the same on rank 0, before the ranks agree
         self.retries = False  # whether an update is tried once more if a connection breaks
         self._lending = self._make_lending()
+        self._memory = KnownMemory()
 
     def update(
         self,
@@ -440,7 +441,7 @@ class Sync(Updates):
         """Brings all rounds to workers that keep them beside their weights."""
         connection = self._connection
         assert connection is not None
-        sources = _core.BufferTable.of(self._bind(weights, report))
+        sources = self._memory.bind(self._bind(weights, report))
         connection.describe(report)
         report.staged = True
         with self._progress(report, report.rounds, unit="round") as bar:
@@ -494,7 +495,7 @@ class Sync(Updates):
         """Returns this rank's tensors and their places, of which all ranks are told."""
         lending = self._lending
         table = self._bind(weights, report, lending.table if lending else None)
-        sources = lending.bind(table) if lending else _core.BufferTable.of(table)
+        sources = (lending or self._memory).bind(table)
         with report.phase("open"):
             self._lend(sources, table)
         return table, sources

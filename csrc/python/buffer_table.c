@@ -149,16 +149,17 @@ static int find_ranges(ModuleState *state, const TensorTableObject *table,
 
 static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tensors", "owner", NULL};
+    static char *names[] = {"tensors", "owner", "ask", NULL};
     ModuleState *state = wsync_py_state(module);
     PyObject *tensors;
     PyObject *owner = Py_None;
     PyObject *owners;
+    int ask = 1;
     const TensorTableObject *table;
     BufferTableObject *self;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:of", names,
-                                     state->type_TensorTable, &tensors, &owner)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|Op:of", names,
+                                     state->type_TensorTable, &tensors, &owner, &ask)) {
         return NULL;
     }
     table = (const TensorTableObject *)tensors;
@@ -168,7 +169,7 @@ static PyObject *buffers_of(PyObject *module, PyObject *args, PyObject *kwargs)
     owners = PyTuple_Pack(2, tensors, owner);
     self = owners != NULL ? buffers_alloc(state, (size_t)table->count, owners) : NULL;
     Py_XDECREF(owners);
-    if (self == NULL || find_ranges(state, table, &self->ranges) < 0) {
+    if (self == NULL || (ask && find_ranges(state, table, &self->ranges) < 0)) {
         Py_XDECREF((PyObject *)self);
         return NULL;
     }
@@ -362,7 +363,7 @@ static PyType_Slot buffers_slots[] = {
 };
 
 static PyMethodDef buffers_static_methods[] = {
-    {"of", WSYNC_PY_KEYWORDS(buffers_of), "of(tensors, owner=None)\n--\n\n"},
+    {"of", WSYNC_PY_KEYWORDS(buffers_of), "of(tensors, owner=None, ask=True)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -39,6 +39,9 @@ from support.tiny_qwen3 import Weights, draw, same
 from support.weights_only_engine import ProcessEngine
 
 import wsync
+from wsync import _core
+from wsync.machine import device
+from wsync.machine.device import KnownMemory
 from wsync.trainer import lending
 from wsync.trainer.sessions.worker import WorkerSession
 
@@ -138,6 +141,27 @@ def changes() -> list[tuple[bool, bool]]:
             sync.update(tensors)
             right = same(engine.weights(), weights_of(seed))
             found.append((right, calls(begin)[os.getpid()]["cuPointerGetAttributes"] > 0))
+    return found
+
+
+def known_memory() -> list[Any]:
+    """How often the driver is asked what tensors lie in that an engine keeps; or an error."""
+    torch, memory, pieces = Torch(), KnownMemory(), Pieces(1 << 20, kind=0)
+    small = {"d": weights_of(1)["d"]}
+    one, other, pausing = by_handle(small), by_handle(small), pieces.cut(small)
+
+    def asked(tensors: Mapping[str, PlayedTensor]) -> int:
+        begin, table = position(), _core.describe([*tensors.values()], gpu=True)
+        buffers = memory.bind(table)
+        assert [buffers[0][0]] == [tensor.data_ptr() for tensor in tensors.values()]
+        return calls(begin).get(os.getpid(), Counter())["cuPointerGetAttributes"]
+
+    with mock.patch.object(device, "frees", torch.frees):
+        found: list[Any] = [asked(tensors) for tensors in (one, one, other, one, one)]
+        torch.freed += 1
+        found += [asked(one), asked(one), asked(pausing), asked(pausing)]
+        pieces.unmap()
+        found.append(error_of(lambda: asked(pausing)))
     return found
 
 

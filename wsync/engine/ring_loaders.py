@@ -241,6 +241,7 @@ class RoutedLoader(Loader):
         self._first = 0  # number of the route's first buffer that is a round
         self._destinations: BufferTable | None = None  # between `begin` and the last copy
         self._target: LoadTarget | None = None  # while an update runs
+        self._memory = device.KnownMemory()  # of the module's tensors
 
     def attach(self, ring: Memory, manifest: Layout) -> None:
         self._route = None

@@ -136,6 +136,24 @@ def frees(ordinal: int | None) -> int | None:
     return int(stats["num_device_free"])
 
 
+class KnownMemory:
+    """Binds the same tensors again and again.  The driver is asked whether GPU memory is there, as
+    in BufferTable.of, unless torch has freed none since it was asked about the same addresses, all
+    in memory of cudaMalloc, which no allocator can pause."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[int, bytes] | None = None
+
+    def bind(self, table: _core.TensorTable) -> _core.BufferTable:
+        if (now := frees(table.gpu)) is None:
+            return _core.BufferTable.of(table)
+        buffers = _core.BufferTable.of(table, ask=False)
+        if (now, buffers.spans()) != self._asked:
+            buffers = _core.BufferTable.of(table)
+            self._asked = (now, buffers.spans()) if buffers.malloced else None
+        return buffers
+
+
 def of_module(module: torch.nn.Module) -> str:
     """Returns the UUID of the GPU of a module's parameters and buffers.  If they are on the host,
     returns ""."""

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from wsync import _core
 from wsync.exchange.trainer_group import TrainerGroup
 from wsync.machine.deadline import Deadline
-from wsync.machine.device import find, frees, of
+from wsync.machine.device import KnownMemory, find, frees, of
 from wsync.machine.lendable import (
     File,
     GpuAllocations,
@@ -84,6 +84,7 @@ class Lending:
         self._options = options
         self._wholly = wholly
         self._used = buffers_of(layout)
+        self._known = KnownMemory()
         self._maps = SharedMaps()
         self._allocations = GpuAllocations()
         self._numbers: dict[File | GpuSegment, int] = {}  # of segments with buffers
@@ -136,6 +137,8 @@ class Lending:
         tensors have been kept since, so that only a storage's resize_ can have returned memory to
         torch; and torch has freed none.
         """
+        if self._wholly:
+            return self._known.bind(table)
         now = frees(table.gpu)
         if table is self.table and now is not None and now == self._frees:
             return self._buffers

@@ -195,7 +195,7 @@ class _Filling:
         if (place := self._table.differs(replay.form)) is not None:
             change = f"{replay.used_paths[place]} has another dtype, shape or strides"
             raise has_changed(type(learnt.module).__name__, change)
-        self._buffers = BufferTable.of(self._table)  # StateError while an engine sleeps
+        self._buffers = replay._memory.bind(self._table)  # StateError while an engine sleeps
         self._staged: dict[str, torch.Tensor] = {}
 
     def layout(self) -> Layout:
