@@ -26,6 +26,7 @@ enum {
 
 /* Copies that the device runs by itself. */
 typedef struct part {
+    uint64_t id; /* of the list of copies, or 0 */
     const wsync_copy_t *copies;
     size_t count;
     wsync_cuda_buffers_t *sources;
@@ -156,8 +157,8 @@ static wsync_status_t launch(wsync_cuda_runner_t *self, const part_t *part,
     wsync_kernel_args_t args;
     void *parameters[] = {&args};
     uint32_t grid;
-    wsync_status_t status = wsync_cuda_tables_segments(&self->segments, part->copies,
-                                                       part->count, &segments, err);
+    wsync_status_t status = wsync_cuda_tables_segments(
+        &self->segments, part->id, part->copies, part->count, &segments, err);
 
     if (status == WSYNC_OK) {
         status = need_addresses(self, part->sources, err);
@@ -208,6 +209,7 @@ static wsync_status_t run_both(wsync_cuda_runner_t *self, const part_t *part,
     part_t rest = *part;
     wsync_status_t status = WSYNC_OK;
 
+    rest.id = 0;
     rest.copies = copies;
     rest.count = 0;
     for (size_t i = 0; i < part->count; i++) {
@@ -220,7 +222,7 @@ static wsync_status_t run_both(wsync_cuda_runner_t *self, const part_t *part,
                                 destination_of(part, copy)->at);
         }
     }
-    if (wsync_copies_nbytes(copies, kernel_count) > 0) {
+    if (kernel_count > 0) {
         status = launch(self, &rest, err);
     }
     if (status == WSYNC_OK) {
@@ -241,7 +243,7 @@ static wsync_status_t run_part(wsync_cuda_runner_t *self, const part_t *part, bo
     size_t kernel_count = 0;
     wsync_status_t status;
 
-    if (wsync_copies_nbytes(part->copies, part->count) == 0) {
+    if (part->count == 0) {
         return WSYNC_OK;
     }
     for (size_t i = 0; i < part->count; i++) {
@@ -345,6 +347,7 @@ static wsync_status_t split(const wsync_batch_t *batch, size_t index, sorted_t *
     }
     memcpy(copies, batch->copies, index * sizeof(*copies));
     sorted->copies = copies;
+    sorted->direct.id = 0;
     sorted->direct.copies = copies;
     sorted->direct.count = index;
     return WSYNC_OK;
@@ -359,9 +362,6 @@ static wsync_status_t sort_copy(wsync_cuda_runner_t *self, const wsync_batch_t *
         &self->destinations.places[copy->destination_buffer];
     wsync_status_t status;
 
-    if (wsync_copies_nbytes(copy, 1) == 0) {
-        return WSYNC_OK;
-    }
     status = resolve(self, &batch->sources[copy->source_buffer], &self->sources,
                      copy->source_buffer, err);
     if (status == WSYNC_OK) {
@@ -400,8 +400,11 @@ static wsync_status_t sort(wsync_cuda_runner_t *self, const wsync_batch_t *batch
     if (status == WSYNC_OK) {
         status = name_buffers(self, &destinations, &self->destinations, err);
     }
-    sorted->direct =
-        (part_t){batch->copies, batch->count, &self->sources, &self->destinations};
+    sorted->direct = (part_t){batch->copies_id, batch->copies, batch->count, &self->sources,
+                              &self->destinations};
+    if (batch->sources_resident && batch->destinations_resident) {
+        return status;
+    }
     for (size_t i = 0; i < batch->count && status == WSYNC_OK; i++) {
         status = sort_copy(self, batch, i, sorted, err);
     }
@@ -447,6 +450,7 @@ static wsync_status_t run_load(wsync_cuda_runner_t *self, const wsync_batch_t *b
         wsync_cuda_buffers_t slots = {.places = &slot, .count = 1};
         part_t part = sorted->direct;
 
+        part.id = 0;
         part.copies = load->from_slot + first;
         part.count = load->ends[i] - first;
         part.sources = &slots;

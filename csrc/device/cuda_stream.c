@@ -431,7 +431,7 @@ static wsync_status_t enqueue_batch(cuda_stream_t *self, const wsync_batch_t *co
     if (status != WSYNC_OK) {
         return status;
     }
-    if (copies == NULL || wsync_copies_nbytes(copies->copies, copies->count) > 0) {
+    if (copies == NULL || copies->count > 0) {
         (void)pthread_mutex_lock(&self->order);
         status = reserve_entry(self, err);
         if (status == WSYNC_OK) {

@@ -32,6 +32,14 @@ typedef struct wsync_cuda_slab {
 
 enum { WSYNC_CUDA_TABLE_BUCKETS = 1024 };
 
+/* A list of copies that is known without a look at it. */
+typedef struct wsync_cuda_list {
+    uint64_t id; /* 0: none */
+    const wsync_copy_t *copies;
+    size_t count;
+    const wsync_cuda_table_t *table;
+} wsync_cuda_list_t;
+
 /* Begins with a device and a stream for uploads, all else 0; calls are made in the context
  * and one at a time. */
 typedef struct wsync_cuda_tables {
@@ -41,14 +49,16 @@ typedef struct wsync_cuda_tables {
     uint64_t nbytes;   /* of all slabs */
     uint64_t uploaded; /* tables so far */
     wsync_cuda_table_t *buckets[WSYNC_CUDA_TABLE_BUCKETS];
+    wsync_cuda_list_t lists[WSYNC_CUDA_TABLE_BUCKETS]; /* the last ones, by address */
 } wsync_cuda_tables_t;
 
 /* Forgets all tables.  No kernel that reads them may be under way. */
 void wsync_cuda_tables_clear(wsync_cuda_tables_t *tables);
 
-/* The table of a list of copies, which are as wsync_copies_check wants them.  Returns when
- * it lies in device memory; borrowed until the next clear. */
-wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables,
+/* The table of a list of copies, which are as wsync_copies_check wants them; id: the
+ * list's, or 0 (wsync_batch_t).  Returns when it lies in device memory; borrowed until the
+ * next clear. */
+wsync_status_t wsync_cuda_tables_segments(wsync_cuda_tables_t *tables, uint64_t id,
                                           const wsync_copy_t *copies, size_t count,
                                           const wsync_cuda_table_t **table,
                                           wsync_error_t *err);

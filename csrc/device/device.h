@@ -71,8 +71,9 @@ typedef struct wsync_batch {
     size_t source_count;
     const wsync_span_t *destinations;
     size_t destination_count;
-    /* Of the two lists of spans: numbers that no other list has, so that a stream may keep
-     * what it has found out about one; or 0. */
+    /* Of the lists: numbers that no other list has (of copies: none at the same address),
+     * so that a stream may keep what it has found out about one; or 0. */
+    uint64_t copies_id;
     uint64_t sources_id;
     uint64_t destinations_id;
     /* All spans of the list lie in memory of the stream's device: it need not be asked. */

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
  * BufferTable: the spans of memory that buffer indices stand for. */
-#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -10,9 +9,6 @@
 #include "python/convert.h"
 #include "python/device_types.h"
 #include "python/tensor_table.h"
-
-/* Tables are not changed, so a stream may keep what it has found out about one. */
-static atomic_uint_fast64_t last_id;
 
 /* A table with room for count spans, all zero. */
 static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObject *owner)
@@ -29,7 +25,7 @@ static BufferTableObject *buffers_alloc(ModuleState *state, size_t count, PyObje
         return NULL;
     }
     self->count = count;
-    self->id = atomic_fetch_add(&last_id, 1) + 1;
+    self->id = wsync_py_new_id();
     self->gpu = -1;
     self->owner = Py_XNewRef(owner);
     return self;

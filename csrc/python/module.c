@@ -2,6 +2,8 @@
  * The extension module: state and registration. */
 #include "python/module.h"
 
+#include <stdatomic.h>
+
 #ifndef WSYNC_VERSION
 #error "WSYNC_VERSION comes from the build"
 #endif
@@ -24,6 +26,13 @@ ModuleState *wsync_py_state_of(PyObject *object)
 PyObject *wsync_py_alloc(PyTypeObject *type)
 {
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
+
+uint64_t wsync_py_new_id(void)
+{
+    static atomic_uint_fast64_t last;
+
+    return atomic_fetch_add(&last, 1) + 1;
 }
 
 void wsync_py_free(PyObject *self)

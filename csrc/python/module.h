@@ -106,6 +106,9 @@ ModuleState *wsync_py_state_of(PyObject *object);
 
 /* A new object of a type, all zero behind its head; NULL with an exception. */
 PyObject *wsync_py_alloc(PyTypeObject *type);
+/* A number that nothing else in the process has had: a stream may keep what it has found
+ * out about an immutable object. */
+uint64_t wsync_py_new_id(void);
 /* The end of every tp_dealloc: frees the object and drops its reference to the type. */
 void wsync_py_free(PyObject *self);
 

@@ -127,6 +127,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         goto cleanup;
     }
+    self->id = wsync_py_new_id();
     Py_BEGIN_ALLOW_THREADS
         status = wsync_plan_create(&parsed.spec, &self->plan, &err);
     Py_END_ALLOW_THREADS

@@ -11,6 +11,7 @@
 typedef struct PlanObject {
     PyObject_HEAD
     wsync_plan_t *plan; /* owned */
+    uint64_t id;        /* of its lists of copies */
 } PlanObject;
 
 #endif

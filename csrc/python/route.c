@@ -26,6 +26,7 @@ static PyObject *route_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self == NULL) {
         return NULL;
     }
+    self->id = wsync_py_new_id();
     Py_BEGIN_ALLOW_THREADS
         status =
             wsync_route_create(((LayoutObject *)source)->layout,

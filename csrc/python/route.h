@@ -14,6 +14,7 @@ enum { WSYNC_PY_ALL_BUFFERS = INT32_MIN };
 typedef struct RouteObject {
     PyObject_HEAD
     wsync_route_t *route; /* owned */
+    uint64_t id;          /* of its lists of copies */
 } RouteObject;
 
 #endif

@@ -271,6 +271,7 @@ static int find_copies(ModuleState *state, batch_t *batch, size_t buffer_count)
         const wsync_plan_t *plan = ((PlanObject *)object)->plan;
         const uint32_t rounds = wsync_plan_round_count(plan);
 
+        batch->work.copies_id = ((PlanObject *)object)->id;
         if (batch->index < 0 || batch->index >= (long long)rounds) {
             return fail_range(state, "round", batch->index, rounds);
         }
@@ -285,6 +286,7 @@ static int find_copies(ModuleState *state, batch_t *batch, size_t buffer_count)
         const wsync_route_t *route = ((RouteObject *)object)->route;
         const uint32_t buffers = wsync_route_buffer_count(route);
 
+        batch->work.copies_id = ((RouteObject *)object)->id;
         if (batch->index == WSYNC_PY_ALL_BUFFERS) {
             batch->work.copies =
                 wsync_route_copies_below(route, buffer_count, &batch->work.count);

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include "cuda_rig.h"
+#include "device/cuda_tables.h"
 #include "device/deadline.h"
 
 TEST(copies_are_those_of_the_host)
@@ -40,6 +41,46 @@ TEST(copies_are_those_of_the_host)
     wsync_memory_destroy(from);
     wsync_memory_destroy(to);
     wsync_memory_destroy(expected);
+}
+
+static const wsync_cuda_table_t *table_of(wsync_cuda_tables_t *tables, uint64_t id,
+                                          const wsync_copy_t *copies)
+{
+    const wsync_cuda_table_t *table = NULL;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_tables_segments(tables, id, copies, 1, &table, &err), err);
+    return table;
+}
+
+TEST(a_list_of_copies_is_known_by_its_number_until_tables_are_forgotten)
+{
+    static wsync_cuda_tables_t tables;
+    const rig_t rig = make_rig(NBYTES);
+    wsync_copy_t list = shapes[0];
+    const wsync_cuda_table_t *first;
+    wsync_error_t err = {0};
+
+    CHECK_OK(wsync_cuda_enter(rig.device, &err), err);
+    tables.device = rig.device;
+    CU(rig.device->driver->stream_create(&tables.uploads, WSYNC_CU_STREAM_NON_BLOCKING));
+    first = table_of(&tables, 7, &list);
+    list.source_offset++; /* nobody looks */
+    CHECK(table_of(&tables, 7, &list) == first);
+    CHECK(table_of(&tables, 8, &list) != first);
+    list.source_offset--;
+    CHECK(table_of(&tables, 0, &list) == first);
+    list.source_offset++;
+    CHECK(table_of(&tables, 0, &list) != first);
+    CHECK(table_of(&tables, 8, &list) != first);
+    CHECK_EQ(tables.uploaded, 2);
+    wsync_cuda_tables_clear(&tables);
+    (void)table_of(&tables, 8, &list);
+    CHECK_EQ(tables.uploaded, 3);
+    wsync_cuda_tables_clear(&tables);
+    CU(rig.device->driver->stream_destroy(tables.uploads));
+    wsync_cuda_leave(rig.device);
+    end_rig(&rig);
 }
 
 /* --- what is asked of the driver
