@@ -100,6 +100,10 @@ class TrainerLayout:
     _known: list[_core.TensorTable] = field(  # the form of the last table
         default_factory=list, init=False, repr=False, compare=False
     )
+    # the names of the last weights, and those of them that were taken
+    _taken: dict[tuple[str, ...], list[str]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         # a description keeps its tensors alive, but a layout must not
@@ -161,12 +165,20 @@ class TrainerLayout:
             )
         if self.pick is not None:
             return self.pick(weights)
+        given = tuple(weights)
+        if taken := self._taken.get(given):
+            return [weights[name] for name in taken]
         wanted = list(by_plain_name({name: name for name in self.names}, global_name))
         others = self.other_names
         known = by_plain_name(weights, global_name, {*wanted, *others.values()})
         if not any(name in known for name in others):
             wanted = [others.get(name, name) for name in wanted]
-        return chosen(known, wanted)
+        found = chosen(known, wanted)
+        self._taken.clear()
+        plain = {global_name(name): name for name in given}
+        if len(plain) == len(given):  # else tensors with two names may become two tensors
+            self._taken[given] = [plain[name] for name in wanted]
+        return found
 
 
 def _laid_out(tensor: Tensor, row: _Row, form: _Row) -> Tensor:
