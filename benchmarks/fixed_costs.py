@@ -8,6 +8,10 @@ The same tensors are moved in few rounds and in many.  A round is the slope betw
 what is left of an update without rounds is its fixed cost; so is all of one whose weights the
 fused engine reads in place, beside the copies of its worker.  On the played GPU it is the time of
 the stand-in for the driver, too; its kernels run in a thread that is not counted.
+
+Weights that lie on the played GPU are in as many allocations as torch makes for the real ones.  Of
+these updates the calls of the driver count: what Python answers about a played tensor takes longer
+than what torch does.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import contextlib
 import functools
 import os
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,16 +36,21 @@ from benchmarks.consumer import digest
 from benchmarks.engines import played
 from benchmarks.fused_model import FusedModel
 from benchmarks.ranks import on_ranks
+from wsync import _core
 from wsync.demo.engines.model_worker import ModelWorker
 from wsync.engine.learn.recorded_loader import RecordedLoader
+from wsync.trainer import lending
 
 VALUES = 32  # of each tensor, in bfloat16
 FEW, MANY = 8, 1032  # rounds that are asked for
+ALLOCATIONS = 3145
+MOST_CALLS = 10  # of the driver, beside those of a thread that waits
 REPEATS = 11
 GOALS = {"a round": 25e-6, "an update": 2e-3}
 FUSED = ", a fused engine"
 SIDES = {"trainer": "update", "worker": "handle"}  # and the step that is all others
 SECONDS = 300.0  # that anything may take
+_LOG = "WSYNC_FAKE_CUDA_LOG"
 
 Seconds = dict[str, float]  # by step
 
@@ -50,6 +60,7 @@ def run() -> Iterator[dict[str, Any]]:
     yield from in_place()
     with mock.patch.dict(os.environ, played()):
         yield from _at("the played GPU")
+    yield from on_a_gpu()
 
 
 def _at(place: str) -> Iterator[dict[str, Any]]:
@@ -62,22 +73,50 @@ def in_place() -> Iterator[dict[str, Any]]:
     yield from on_ranks(1, _rows, "the host", FUSED, True)
 
 
+def on_a_gpu() -> Iterator[dict[str, Any]]:
+    """The same of weights on the played GPU that the engine reads there."""
+    with tempfile.TemporaryDirectory(prefix="wsync-benchmark-") as folder:
+        settings = {_LOG: f"{folder}/calls", "WSYNC_FAKE_CUDA_MEMORY": str(8 << 30)}
+        with mock.patch.dict(os.environ, {**played(), **settings}):
+            yield from on_ranks(1, _rows, "the played GPU", FUSED, True)
+
+
+def _put(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Copies of tensors in allocations of the played GPU, several in each."""
+    from support.played_gpu import PlayedTensor
+
+    found, each = {}, -(-len(weights) // ALLOCATIONS)
+    for index, (name, tensor) in enumerate(weights.items()):
+        if index % each == 0:
+            memory = _core.IpcMemory(0, 2 << 20)
+        found[name] = PlayedTensor(memory.address + index % each * 512, tensor, memory)
+        found[name].fill(tensor)
+    return found
+
+
 def _rows(_: int, place: str, kept: str, shared: bool = False) -> list[dict[str, Any]]:
     weights = {
         weight.name: torch.full((VALUES,), index % 251, dtype=torch.bfloat16)
         for index, weight in enumerate(plan_shapes.qwen3_moe())
     }
-    if shared:  # in one piece
+    right, nbytes = digest(weights), sum(tensor.nbytes for tensor in weights.values())
+    on_gpu = shared and _LOG in os.environ
+    if on_gpu:
+        weights = _put(weights)
+    elif shared:  # in one piece
         block = torch.stack([*weights.values()]).share_memory_()
         weights = dict(zip(weights, block, strict=True))
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
     worker = _FusedWorker if kept else _Worker
-    with ProcessEngine(shapes, worker=worker, timeout=SECONDS) as engine:
+    with contextlib.ExitStack() as stack:
+        if on_gpu:  # where torch counts what it frees
+            stack.enter_context(mock.patch.object(lending, "frees", lambda gpu: 0))
+        engine = stack.enter_context(ProcessEngine(shapes, worker=worker, timeout=SECONDS))
         few = many = _updates(weights, engine, FEW, shared)
         if not shared:
             many = _updates(weights, engine, MANY, shared)
-    verified, more = few["right"] and many["right"], many["rounds"] - few["rounds"]
-    rows = []
+    verified, more = few["right"] == many["right"] == right, many["rounds"] - few["rounds"]
+    rows, calls = [], few.get("calls")
     kept += ", read in place" if shared else ""
     for side, whole in SIDES.items():
         found = {"an update": few[side][whole]}
@@ -89,17 +128,19 @@ def _rows(_: int, place: str, kept: str, shared: bool = False) -> list[dict[str,
             figure = f"{1e6 * seconds:.0f} us of a processor"
             if what == "an update":
                 figure += f"; ms of one of {few['rounds']} rounds: {', '.join(steps)}"
+                figure += f"; {calls[side]} calls of the driver" if calls else ""
             rows.append(
                 {
                     "benchmark": "control",
                     "case": f"{what}, {len(weights)} tensors{kept}, {place}, {side}",
-                    "bytes": sum(tensor.nbytes for tensor in weights.values()),
+                    "bytes": nbytes,
                     "seconds": seconds,
                     "peer": "none; the goal",
                     "peer_seconds": GOALS[what],
                     "ratio": GOALS[what] / max(seconds, 1e-9),
                     "verified": verified,
                     "figure": figure,
+                    **({"calls": calls[side], "most_calls": MOST_CALLS} if calls else {}),
                 }
             )
     return rows
@@ -109,8 +150,7 @@ def _updates(
     weights: dict[str, torch.Tensor], engine: ProcessEngine, rounds: int, shared: bool
 ) -> dict[str, Any]:
     """Median seconds of the steps of an update, by side; its rounds, and whether it was right."""
-    nbytes = sum(tensor.nbytes for tensor in weights.values())
-    size = nbytes // rounds // 64 * 64
+    size = len(weights) * 2 * VALUES // rounds // 64 * 64
     options = wsync.Options(
         round_nbytes=size,
         delivery="direct" if shared else "wsync",
@@ -121,7 +161,7 @@ def _updates(
     engine.fill(0xA5)
     with wsync.connect(weights, [engine], options=options) as sync:
         found: dict[str, Any] = {"rounds": sync.update().rounds}
-        found["right"] = engine.digest() == digest(weights)
+        found["right"] = engine.digest()
         clock = Clock()
         with clock.on(_steps_of(sync)):
             for _ in range(REPEATS):
@@ -129,7 +169,20 @@ def _updates(
                 sync.update()
                 taken["trainer"].append(clock.read())
                 taken["worker"].append(engine._call("taken", None, SECONDS)[0])
+        if _LOG in os.environ:
+            found["calls"] = _calls_of(sync, engine)
     return found | {side: _medians(each) for side, each in taken.items()}
+
+
+def _calls_of(sync: Any, engine: ProcessEngine) -> dict[str, int]:
+    """Calls of the driver in an update, by side, without those of a thread that waits."""
+    from support.fakecuda import calls, position
+
+    begin = position()
+    sync.update()
+    found = calls(begin)
+    pids = {"trainer": os.getpid(), "worker": engine.pids[0]}
+    return {side: found[pid].total() - found[pid]["cuStreamQuery"] for side, pid in pids.items()}
 
 
 def _steps_of(sync: Any) -> list[tuple[str, Any, str]]:

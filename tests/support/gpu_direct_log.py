@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-# one launch copies everything between one wait and one record; the rest looks
+# one launch copies everything between one wait and one record; of its own mappings, and of what its
+# GPU reads of the host, a worker asks nothing
 _ROUND = {"cuStreamWaitValue64", "cuStreamWriteValue64", "cuLaunchKernel"}
 _LOOKS = {"cuStreamQuery", "cuPointerGetAttributes", "cuMemGetAddressRange"}
 # one after everything that streams of others do
@@ -17,7 +18,7 @@ _IDENTIFIES = {"cuMemRetainAllocationHandle", "cuMemRelease"}
 def check_worker(count: Counter[str]) -> None:
     """A wait for what has come already is none; and there may be a record that lets go of what
     launches used."""
-    assert set(count) <= _ROUND | _LOOKS | set(FENCE), count
+    assert set(count) <= _ROUND | {"cuStreamQuery"} | set(FENCE), count
     assert FENCE.items() <= count.items(), count
     assert count["cuLaunchKernel"] == 1, count
     assert count["cuStreamWaitValue64"] <= 1, count
