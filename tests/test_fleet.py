@@ -148,6 +148,26 @@ def test_the_error_is_raised_if_no_engine_is_left_or_if_it_is_wanted(
     assert all("PeerClosedError" in text for text in errors), errors
 
 
+def test_engines_join_and_leave(trainer: Ranks, fleet: Fleet) -> None:
+    trainer.run(fleet_cases.connect_to_listed, fleet.paths[:2])
+    assert trainer.run(fleet_cases.update, 1) == [{}] * RANKS
+    fleet.kill(2)
+    trainer.run(fleet_cases.list_engines, fleet.paths)
+    lost = trainer.run(fleet_cases.update, 2)
+    assert [list(each) for each in lost] == [["engine2"]] * RANKS
+    check(fleet, 2, 0, 1)
+    fleet.start(2)
+    assert trainer.run(fleet_cases.update, 3) == [{}] * RANKS
+    check(fleet, 3, 0, 1, 2)
+    trainer.run(fleet_cases.list_engines, fleet.paths[1:])
+    assert trainer.run(fleet_cases.update, 4) == [{}] * RANKS
+    check(fleet, 4, 1, 2)
+    check(fleet, 3, 0)
+    trainer.run(fleet_cases.list_engines, [])
+    assert all("no engines" in text for text in trainer.run(fleet_cases.fail, 5))
+    check(fleet, 4, 1, 2)
+
+
 class Chaos:
     """A fleet whose engines die, stand still, refuse updates and come back at random."""
 

@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
-from wsync.handles.base import EngineHandle, handles_of
+from wsync.handles.base import EngineHandle
 from wsync.machine.device import KnownMemory, of
 from wsync.machine.trace import Trace
 from wsync.messages.control import CHANGED
-from wsync.options import Options, numbers
+from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
 from wsync.trainer.connection import Connection
+from wsync.trainer.fleet import Fleet
 from wsync.trainer.lending import Lending
 from wsync.trainer.lost_engines import LostEngines, blames
 from wsync.trainer.quantise_option import config_of, tell_rearranged
@@ -43,9 +44,11 @@ class Sync(Updates):
     Args:
         source: this rank's weights: a layout, or whole tensors by Hugging Face name.
         engines: a list of engines, each as `handle` takes it, or a function that returns the list;
-            used only on rank 0.
+            used only on rank 0.  The function is called again in each update.  An engine that has
+            joined and cannot be updated yet is named in `Report.lost`.
         engine_gpu_offsets: for each engine, the first trainer rank whose GPU the engine shares.  An
             engine with workers beyond the last rank is remote.
+        api_key: bearer key of engines that are given as URLs.
         options: see `Options`.
 
     Raises:
@@ -60,10 +63,10 @@ class Sync(Updates):
         engines: Sequence[Any] | Callable[[], Sequence[Any]],
         *,
         engine_gpu_offsets: Sequence[int] | None = None,
+        api_key: str | None = None,
         options: Options | None = None,
     ) -> None:
         super().__init__(source, options)
-        self._receivers: list[EngineHandle] = []  # engines with wsync's receiver, on rank 0
         self._connection: Connection | None = None
         self._proved = False  # whether an update by this connection was verified
         # a staged update's report, its weights, and whether the engines hold its bytes
@@ -73,9 +76,10 @@ class Sync(Updates):
         self._trace = Trace.wanted("trainer", self._group.rank)
         with self._one_error():
             self._same_call()
-            found = list[RolloutEngine]()
-            if self._group.rank == 0:
-                found = self._find(engines, engine_gpu_offsets)
+            known: Any = {"ranks": self._group.size, "api_key": api_key}
+            self._fleet = Fleet(engines, engine_gpu_offsets, self.options, **known)
+            found = self._fleet.look() if self._group.rank == 0 else []
+            self._requests = EngineRequests(self._fleet.handles, self.options)
             self._roster = self._meet(found)
         self._engines = self._roster.engines  # with lost ones
         self._lost: dict[str, str] = {}  # engines that updates go without, each with the reason
@@ -138,8 +142,8 @@ class Sync(Updates):
         version: int | str | None,
         weights: Weights | Callable[[], Weights] | None,
     ) -> None:
-        with self._attempt(report, version, weights, self._lost_engines.reasons):
-            self._go_without(report.lost)
+        with self._attempt(report, version, weights, self._news) as news:
+            self._follow(news, report)
             report.trace = self._trace.anew()
             self._update(self._given(weights), report)
         self._end(report)
@@ -185,15 +189,26 @@ class Sync(Updates):
         """Whether workers of engines are members of process groups."""
         return any(map(self._roster.taking, (Delivery.REMOTE, Delivery.BROADCAST)))
 
-    def _go_without(self, lost: dict[str, str]) -> None:
-        """Makes updates go without these engines, and reach all others."""
-        if lost.keys() == self._lost.keys():
+    def _news(self) -> list[Any]:
+        """What rank 0 knows of the engines: all of them if they may have changed, and lost ones."""
+        engines = None
+        if self._fleet.changes:
+            engines = [dataclasses.astuple(engine) for engine in self._fleet.look()]
+        return [engines, self._lost_engines.reasons | self._fleet.waiting]
+
+    def _follow(self, news: list[Any], report: Report) -> None:
+        """Makes updates reach the engines that rank 0 knows, except lost ones."""
+        engines, lost = news
+        self._engines = self._engines if engines is None else _described(engines)
+        self._lost = report.lost = lost
+        reached = [engine for engine in self._engines if engine.name not in lost]
+        if reached == self._roster.engines:
             return
+        roster = dataclasses.replace(self._roster, engines=reached)
+        roster.check(self.options)
         self._disconnect()
-        self._lost = lost
-        engines = [engine for engine in self._engines if engine.name not in lost]
-        self._roster = dataclasses.replace(self._roster, engines=engines)
-        self._requests.leave_out(lost)
+        self._roster = roster
+        self._requests.use([engine for engine in self._fleet.handles if engine.name not in lost])
         if self._lending is not None:
             self._lending.close()
         self._lending, self._lends = self._make_lending(), False
@@ -237,8 +252,8 @@ class Sync(Updates):
         version: int | str | None,
         weights: Weights | Callable[[], Weights] | None,
     ) -> None:
-        with self._attempt(report, version, weights, self._lost_engines.reasons):
-            self._go_without(report.lost)
+        with self._attempt(report, version, weights, self._news) as news:
+            self._follow(news, report)
             report.trace = self._trace.anew()
             given = self._given(weights)
             if brought := self._stages:
@@ -305,7 +320,7 @@ class Sync(Updates):
                 Engines that answer continue, and the next update connects anew.
         """
         report = Report()
-        with self._running("verify"), self._attempt(report, None, weights, self._lost):
+        with self._running("verify"), self._attempt(report, None, weights):
             workers = self._compare(self._given(weights), report)
         unread = {found["engine"]: found["uncompared"] for found in workers if not found["tensors"]}
         unread |= {name: f"lost: {why}" for name, why in self._lost.items()}
@@ -367,37 +382,18 @@ class Sync(Updates):
         if self._lending is not None:
             self._lending.release()
 
-    def _find(
-        self,
-        engines: Sequence[Any] | Callable[[], Sequence[Any]],
-        offsets: Sequence[int] | None,
-    ) -> list[RolloutEngine]:
-        """Makes the engines' handles, and returns a description of each engine."""
-        handles = handles_of(engines, timeout=self.options.deadline)
-        self._requests = EngineRequests(handles, self.options)
-        gpus = [None] * len(handles) if offsets is None else numbers("engine_gpu_offsets", offsets)
-        if len(gpus) != len(handles):
-            raise _core.InvalidArgumentError(
-                f"{len(gpus)} engine_gpu_offsets for {len(handles)} engines"
-            )
-        ranks = self._group.size
-        pairs = zip(handles, gpus, strict=True)
-        found = [RolloutEngine.of(engine, gpu, self.options, ranks) for engine, gpu in pairs]
-        self._receivers = [
-            engine
-            for engine, known in zip(handles, found, strict=True)
-            if known.delivery not in (Delivery.STOCK, Delivery.BROADCAST)
-        ]
-        return found
-
     def _check_engines(self, model: _core.Layout) -> None:
         options = self.options
-        known: Any = {"receivers": self._receivers, "untied": is_untied(self._source)}
+        known: Any = {"receivers": self._fleet.receivers, "untied": is_untied(self._source)}
         check = EngineCheck(options, config_of(options), model, **known)
-        for name in check.check_engines(self._requests.handles, options.deadline):
-            self._requests.effect.watch(name)
-        self._requests.compare = check.check_engine
-        tell_rearranged(self._requests.handles, options, model)
+
+        def welcome(engines: Sequence[EngineHandle]) -> None:
+            for name in check.check_engines(engines, options.deadline):
+                self._requests.effect.watch(name)
+            tell_rearranged(engines, options, model)
+
+        welcome(self._fleet.handles)
+        self._fleet.welcome, self._requests.compare = welcome, check.check_engine
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:
         """Gathers all ranks' layouts, and rank 0's engines and delivery."""
@@ -407,7 +403,7 @@ class Sync(Updates):
         roster = Roster(
             [hosts.index(host) for host in hosts],
             self._gather(),
-            [RolloutEngine(name, n, Delivery(how), *rest) for name, n, how, *rest in found],
+            _described(found),
         )
         roster.check(self.options)
         if roster.taking(Delivery.STOCK) or roster.taking(Delivery.BROADCAST):
@@ -583,9 +579,13 @@ class Sync(Updates):
             self._requests.abandon(error, under_way)
 
 
+def _described(engines: Sequence[Sequence[Any]]) -> list[RolloutEngine]:
+    return [RolloutEngine(name, n, Delivery(how), *rest) for name, n, how, *rest in engines]
+
+
 def connect(
     source: Source,
-    engines: Sequence[Any],
+    engines: Sequence[Any] | Callable[[], Sequence[Any]],
     *,
     engine_gpu_offsets: Sequence[int] | None = None,
     api_key: str | None = None,
@@ -596,7 +596,9 @@ def connect(
     Args:
         source: this rank's layout (`wsync.megatron.layout`, `wsync.fsdp.layout`), or whole tensors
             by Hugging Face name.
-        engines: a list of URLs, Ray actors, local engines or handles; read only on rank 0.
+        engines: a list of URLs, Ray actors, local engines or handles, or a function that returns
+            one; used only on rank 0.  `update` and `stage` call the function again: engines that
+            have joined get the weights, too.
         engine_gpu_offsets: see `Sync`; without it, workers are spread over the ranks on rank 0's
             host.
         api_key: bearer key of engines that are given as URLs.
@@ -612,5 +614,5 @@ def connect(
         LayoutError: the trainer ranks' layouts disagree.
     """
     chosen = Options.of(options)
-    handles = functools.partial(handles_of, engines, timeout=chosen.deadline, api_key=api_key)
-    return Sync(source, handles, engine_gpu_offsets=engine_gpu_offsets, options=chosen)
+    known: Any = {"engine_gpu_offsets": engine_gpu_offsets, "api_key": api_key}
+    return Sync(source, engines, options=chosen, **known)

@@ -112,7 +112,7 @@ class EngineRequests:
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
-        self.handles = self._everyone = engines
+        self.handles = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self.effect = FirstEffect()
         self._options = options
@@ -130,13 +130,12 @@ class EngineRequests:
         """The names of engines with requests of failed updates under way."""
         return {name for name, call in self._left if not call.done()}
 
-    def leave_out(self, names: Container[str]) -> None:
-        """Makes no further requests to these engines, but to all others.  The engines keep their
-        order."""
-        everyone = {id(engine.handle): engine for engine in (*self.engines, *self._unused)}
-        self.handles = [engine for engine in self._everyone if engine.name not in names]
-        self.engines = [everyone.pop(id(engine)) for engine in self.handles]
-        self._unused = [*everyone.values()]
+    def use(self, engines: Sequence[EngineHandle]) -> None:
+        """Makes further requests to these engines only."""
+        known = {id(engine.handle): engine for engine in (*self.engines, *self._unused)}
+        self.handles, self._stops = engines, {}
+        self.engines = [known.get(id(each)) or CheckedEngine(each) for each in engines]
+        self._unused = [engine for engine in known.values() if engine not in self.engines]
 
     def pause(self) -> None:
         """Pauses the engines."""
