@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fuzz.sh TARGET ROOT WORK: ten seconds of one libFuzzer target, from its corpus in the tree.
+# fuzz.sh TARGET ROOT WORK: five seconds of one libFuzzer target, from its corpus in the tree.
 set -uo pipefail
 name=$(basename "$1")
 log=$3/$name.log
@@ -11,7 +11,7 @@ if [ ! -d "$corpus" ]; then
     exit 1
 fi
 # A 16-byte input must not make a parser ask for gigabytes: memory is part of the check.
-"$1" -max_total_time=10 -rss_limit_mb=768 -timeout=60 -print_final_stats=1 \
+"$1" -max_total_time=5 -rss_limit_mb=768 -timeout=60 -print_final_stats=1 \
     -artifact_prefix="$3/$name." "$new" "$corpus" >"$log" 2>&1
 status=$?
 units=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")

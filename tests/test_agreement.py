@@ -114,6 +114,6 @@ def test_a_rank_that_hears_of_an_error_looks_for_no_process_that_has_ended() -> 
     group._store = SimpleNamespace(compare_set=lambda key, before, said: said.encode())
     group._thread = WorkerThread("store")
     error = wsync.PeerClosedError("trainer rank 1: engine E: gone")
-    with mock.patch.object(group, "_ended", side_effect=AssertionError("it looks")):
+    with mock.patch.object(group, "_await_end", side_effect=AssertionError("it looks")):
         assert group.fail(error) is error
     group._thread.close()

@@ -66,6 +66,18 @@ SGLANG: dict[tuple[str, Fields, str], str] = {
     ("qwen3_moe", PACKED, "session"): "",
     ("qwen3_moe", PACKED, "bucket"): "",
 }
+SLOW = {
+    ("qwen3_moe", FP8, "bucket"),
+    ("deepseek_v3", FP8, "bucket"),
+    ("deepseek_v3", FP8, "disk"),
+    ("qwen3_moe", COARSER_EXPERTS, "session"),
+    ("deepseek_v3", INT4_EXPERTS, "session"),
+    ("qwen3_moe", INT4_EXPERTS, "bucket"),
+    ("qwen3_moe", INT4_EXPERTS, "disk"),
+    ("qwen3_moe", MX, "learnt"),
+    ("qwen3_moe", PACKED, "session"),
+    ("qwen3_moe", PACKED, "bucket"),
+}
 QKV = "model.layers.0.self_attn.q_proj"
 FUSED = "model.layers.0.self_attn.qkv_proj"
 # (family, trainer, engine, path, tensors that are not sent): parts of what is said
@@ -139,29 +151,37 @@ def named(row: tuple[Any, ...]) -> str:
     return "-".join(str(part) for part in parts if part != "")
 
 
+Results = dict[tuple[Any, ...], dict[str, Any]]  # by row
+ANEW = ("deepseek_v3", FP8, "learnt")
+CASES: dict[tuple[Any, ...], dict[str, Any]] = {
+    **{row: {"family": row[0], "method": row[1], "path": row[2], "gpu": True} for row in SGLANG},
+    **{
+        row: {"family": row[0], "method": row[2], "trainer": row[1], "path": row[3]}
+        | {"drop": row[4] or "^$"}
+        for row in REFUSED
+    },
+    ANEW: {"family": ANEW[0], "method": ANEW[1], "path": ANEW[2]},
+}
+
+
 @pytest.fixture(scope="module")
-def sglang() -> list[dict[str, Any]]:
-    """What became of SGLANG's cases, and then of REFUSED's."""
-    cases = [
-        {"family": family, "method": method, "path": path, "gpu": True}
-        for family, method, path in SGLANG
-    ]
-    cases += [
-        {"family": family, "method": engine, "trainer": trainer, "path": path, "drop": drop or "^$"}
-        for family, trainer, engine, path, drop in REFUSED
-    ]
-    cases.append({"family": "deepseek_v3", "method": FP8, "path": "learnt"})
-    results = engine_results(SCRIPT, "sglang", NEWEST, cases)
-    assert len(results) == len(cases)
-    return results
+def sglang(request: pytest.FixtureRequest) -> Results:
+    """What one process makes of the cases of the tests that run."""
+    items: Any = request.session.items
+    rows = {item.callspec.params.get("row") for item in items if hasattr(item, "callspec")}
+    cases = {row: case for row, case in CASES.items() if row in rows or row == ANEW}
+    results = engine_results(SCRIPT, "sglang", NEWEST, [*cases.values()])
+    return dict(zip(cases, results, strict=True))
 
 
-@pytest.mark.parametrize("number", range(len(SGLANG)), ids=lambda n: named(list(SGLANG)[n]))
-def test_sglang_holds_what_its_own_loading_gives(sglang: list[dict[str, Any]], number: int) -> None:
-    (_, _, path), aside = list(SGLANG.items())[number]
-    found = sglang[number]
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW), id=named(row)) for row in SGLANG],
+)
+def test_sglang_holds_what_its_own_loading_gives(sglang: Results, row: tuple[Any, ...]) -> None:
+    found, aside = sglang[row], SGLANG[row]
     assert found.get("differing") == [[], []], found
-    if path == "disk":
+    if row[2] == "disk":
         return
     assert (found["reason"], found["redundancy"], found["same_place"]) == ("", 1.0, 0)
     assert all(aside and aside in name for name in found["fallback"])
@@ -169,17 +189,16 @@ def test_sglang_holds_what_its_own_loading_gives(sglang: list[dict[str, Any]], n
     assert aside != "kv_b_proj" or set(found["fallback"]) == KV_B
 
 
-def test_a_scale_that_the_loader_makes_anew_is_learnt(sglang: list[dict[str, Any]]) -> None:
+def test_a_scale_that_the_loader_makes_anew_is_learnt(sglang: Results) -> None:
     """As SGLang does of kv_b_proj without a GPU."""
-    assert sglang[-1]["reason"] == ""
-    assert sglang[-1]["differing"] == [[], []]
+    assert sglang[ANEW]["reason"] == ""
+    assert sglang[ANEW]["differing"] == [[], []]
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: named(list(REFUSED)[n]))
-def test_sglang_is_not_sent_another_form(sglang: list[dict[str, Any]], number: int) -> None:
-    found = sglang[len(SGLANG) + number]
-    for part in list(REFUSED.values())[number]:
-        assert part in found.get("error", ""), found
+@pytest.mark.parametrize("row", REFUSED, ids=named)
+def test_sglang_is_not_sent_another_form(sglang: Results, row: tuple[Any, ...]) -> None:
+    for part in REFUSED[row]:
+        assert part in sglang[row].get("error", ""), sglang[row]
 
 
 # (family, method), and why vLLM reloads whole tensors

@@ -370,7 +370,10 @@ def test_files_are_refused_where_they_would_overwrite_a_draft(
     assert checksums(server) == before
 
 
-@pytest.mark.parametrize("source", ["dict", "state", "layout"])
+@pytest.mark.parametrize(
+    "source",
+    ["state", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dict", "layout"))],
+)
 def test_a_notebook_of_transformers_5_delivers_every_expert(
     served: tuple[Server, Pair], source: str
 ) -> None:

@@ -275,14 +275,14 @@ def options_of(**arguments: Any) -> wsync.Options:
 def test_options_come_from_the_environment_and_from_slimes_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own: Any = {"checkpoint": "", "lost": "raise"}
+    own: Any = {"checkpoint": "", "pause_mode": "abort", "lost": "raise"}
     assert options_of(update_weight_buffer_size=5) == wsync.Options(bucket_nbytes=5, **own)
     monkeypatch.setenv("WSYNC_OPTIONS", '{"deadline": 7, "threads": 2, "bucket_nbytes": 6}')
     found = options_of(update_weight_buffer_size=5, wsync_options={"threads": 3})
     assert (found.deadline, found.threads, found.bucket_nbytes) == (7, 3, 6)
     monkeypatch.setenv("WSYNC_OPTIONS", "")
     assert options_of() == wsync.Options(**own)
-    assert options_of(use_fault_tolerance=True) == wsync.Options(checkpoint="")
+    assert options_of(use_fault_tolerance=True) == wsync.Options(**own | {"lost": "continue"})
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ class Trainer:
             from_tensors(self._weights),
             self._given,
             model_name="any",
-            options=wsync.Options(deadline=60.0, progress=False, bucket_nbytes=4096),
+            options=wsync.Options(deadline=60.0, progress=False, bucket_nbytes=4096, lost="raise"),
         )
         self._updater.connect_rollout_engines(engines, None)
 
