@@ -293,9 +293,23 @@ def test_a_server_with_made_up_weights_is_told_to_load_files(
     assert server.seen[-1][1].get("load_format") == sent
 
 
+def test_a_version_is_waited_for(server: FakeServer) -> None:
+    server.answers["/model_info"] = (200, {"weight_version": "6"})
+    engine = HttpHandle(server.url)
+    engine.wait_for(6, timeout=60)
+    with pytest.raises(wsync.DeadlineError, match=r"it reports version 6, and not 7 within 0\.1 s"):
+        engine.wait_for(7, timeout=0.1)
+    timer = threading.Timer(
+        0.2, server.answers.update, ({"/model_info": (200, {"weight_version": "7"})},)
+    )
+    timer.start()
+    engine.wait_for("7", timeout=60)
+    timer.join()
+
+
 def test_a_url_with_a_password_is_refused_without_it(server: FakeServer) -> None:
     url = server.url.replace("://", "://user:p%40ss@")
-    text = f"engine {re.escape(server.url)}: no user or password in a URL: give"
+    text = f"engine {re.escape(server.url)}: the URL must not contain a user or password; give"
     with pytest.raises(wsync.InvalidArgumentError, match=text):
         handle(url)
 

@@ -72,7 +72,7 @@ class Receiver:
         return self.state.trouble
 
     def answer(self, content: object, *, version: int | str | None = None) -> tuple[bool, str]:
-        """Follows the control message in a payload; returns (success, text).
+        """Carries out the control message in a payload; returns (success, text).
 
         content: the payload of wsync.EngineHandle.update_weights for this worker: its bytes, or the
         object that an engine unpickled.  version: the weight version of that request, if any.
@@ -96,7 +96,7 @@ class Receiver:
         *,
         version: int | str | None = None,
     ) -> tuple[bool, str]:
-        """Follows a control message; returns (success, text).
+        """Carries out a control message; returns (success, text).
 
         control: the message, as bytes or as text.
         version: the weight version of a closing request, if the engine passes it on.

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 from wsync._core import (
     DeadlineError,
     InvalidArgumentError,
+    PeerClosedError,
     RemoteError,
     StateError,
     UnsupportedError,
@@ -273,6 +274,21 @@ class ApiHandle(ABC):
 
     def model_info(self, timeout: float) -> dict[str, Any]:
         return self._info("model_info", timeout)
+
+    def wait_for(self, version: int | str, *, timeout: float) -> None:
+        """Waits until the engine reports a weight version, for example before a gateway sends it
+        requests.
+
+        timeout: in seconds.  After it, DeadlineError says which version the engine reports.
+        """
+        deadline, found = Deadline(timeout), "none"
+        while True:
+            with contextlib.suppress(PeerClosedError):  # it may be starting
+                found = str(self.model_info(deadline.left).get("weight_version"))
+            if found == str(version):
+                return
+            deadline.check(f"engine {self.name}: it reports version {found}, and not {version}")
+            time.sleep(min(POLL_SECONDS, deadline.left))
 
     def server_info(self, timeout: float) -> dict[str, Any]:
         """The engine's arguments."""

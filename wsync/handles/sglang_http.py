@@ -57,8 +57,8 @@ class HttpHandle(ApiHandle):
         self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # without a password
         if self.name != url.rstrip("/"):
             raise InvalidArgumentError(
-                f"engine {self.name}: no user or password in a URL: give the server's key by "
-                "api_key="
+                f"engine {self.name}: the URL must not contain a user or password; give the "
+                "server's key as api_key="
             )
         try:
             self._place = urlsplit(self.name)
