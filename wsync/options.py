@@ -64,8 +64,8 @@ class Options:
             tokens that they have.  "retract" keeps them and computes their keys and values anew
             with the new weights.  "in_place" keeps them with the keys and values of the old
             weights.  SGLang with pipeline stages needs "abort".  "auto": "retract" for servers of
-            SGLang 0.5.23 and newer without pipeline stages, "abort" for other engines.  See
-            "Running requests" in wsync/guide/engines.md.
+            SGLang 0.5.23 and newer without pipeline stages, "abort" for other engines and in
+            slime's classes.  See "Running requests" in wsync/guide/engines.md.
         flush_cache: whether engines empty their prefix cache before the update.  "in_place" needs
             False.  With False, SGLang reuses prefixes that old weights have computed, in every
             mode.  To avoid that, name the weight version in each request's `extra_key`: SGLang
@@ -119,8 +119,9 @@ class Options:
             `Report.lost` names them.  Later updates take an engine back once it answers; one that
             was late or has refused, once it was restarted.  If two engines that answer are late or
             refuse an update, the error is raised.  A remote engine is left out only if it does not
-            answer.  "raise": the error is raised.  slime's classes use "raise" unless
-            args.use_fault_tolerance is set or their options say otherwise.
+            answer.  "raise": the error is raised, as `commit` always does.  wsync.verl and slime's
+            classes use "raise" unless their options say otherwise; with args.use_fault_tolerance,
+            slime's classes use "continue".
         verify: whether `Sync.update` calls `Sync.verify` with the same weights when it has
             succeeded: "never", "always", or after the "first" update of each connection.  Engines
             have continued by then.  A StateError names the tensors if any differ.

@@ -18,9 +18,8 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
 from wsync.trainer.connection import Connection
-from wsync.trainer.fleet import Fleet
+from wsync.trainer.fleet import Fleet, blames
 from wsync.trainer.lending import Lending
-from wsync.trainer.lost_engines import LostEngines, blames
 from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
@@ -77,13 +76,14 @@ class Sync(Updates):
         with self._one_error():
             self._same_call()
             known: Any = {"ranks": self._group.size, "api_key": api_key}
-            self._fleet = Fleet(engines, engine_gpu_offsets, self.options, **known)
-            found = self._fleet.look() if self._group.rank == 0 else []
+            self._fleet = Fleet(engines, engine_gpu_offsets, self.options, **known)  # on rank 0
+            if self._group.rank == 0:
+                self._fleet.connect()
             self._requests = EngineRequests(self._fleet.handles, self.options)
-            self._roster = self._meet(found)
-        self._engines = self._roster.engines  # with lost ones
+            self._roster = self._meet(self._fleet.engines)
+        self._generation = 0  # of the fleet, as this rank knows it
+        self._beginning = False  # whether an update is about to make its first attempt
         self._lost: dict[str, str] = {}  # engines that updates go without, each with the reason
-        self._lost_engines = LostEngines()  # the same on rank 0, before the ranks agree
         self.retries = False  # whether an update is tried once more if a connection breaks
         self._lending = self._make_lending()
         self._memory = KnownMemory()
@@ -94,7 +94,9 @@ class Sync(Updates):
         *,
         version: int | str | None = None,
     ) -> Report:
-        """Replaces every weight of every engine; all trainer ranks call it together.
+        """Replaces every weight of every engine; all trainer ranks call it together.  If some
+        engines are gone, do not answer or refuse the update, it reaches the others only (see
+        `Options.lost`).  Later calls update lost engines that have come back.
 
         Args:
             weights: the current parameters by global name, or a function that returns them; None
@@ -117,9 +119,7 @@ class Sync(Updates):
                 of the update continue.  Other engines stay paused, and may hold a part of the
                 update; the next call connects anew and updates them again.  If the only cause is
                 that an engine's load_weights does something else than before, as after a
-                rebalancing of experts, this call itself connects anew and tries once more.  If some
-                engines are gone, do not answer or refuse the update, this call updates the others
-                (see `Options.lost`), and later calls update lost engines that have come back.
+                rebalancing of experts, this call itself connects anew and tries once more.
         """
         with self._running("update"):
             report = self._repeat(lambda report: self._try(report, version, weights))
@@ -132,8 +132,15 @@ class Sync(Updates):
         wanted = self.options.verify
         if wanted == "never" or (wanted == "first" and self._proved):
             return
-        if differences := self.verify(weights).differences:
-            raise _core.StateError(f"after this update, {differences}")
+        try:
+            found = self.verify(weights)
+        except _core.WsyncError as error:
+            if self.options.lost == "raise":
+                raise
+            _log.warning("wsync: the update has succeeded, but was not verified: %s", error)
+            return
+        if found.differences:
+            raise _core.StateError(f"after this update, {found.differences}")
         self._proved = True
 
     def _try(
@@ -142,25 +149,50 @@ class Sync(Updates):
         version: int | str | None,
         weights: Weights | Callable[[], Weights] | None,
     ) -> None:
-        with self._attempt(report, version, weights, self._news) as news:
-            self._follow(news, report)
+        with self._reaching(report, version, weights):
             report.trace = self._trace.anew()
             self._update(self._given(weights), report)
         self._end(report)
+
+    @contextlib.contextmanager
+    def _reaching(
+        self,
+        report: Report,
+        version: int | str | None,
+        weights: Weights | Callable[[], Weights] | None,
+    ) -> Iterator[None]:
+        """Wraps an attempt, which reaches the engines that rank 0 knows, except lost ones."""
+        with self._attempt(report, version, weights, self._look) as same:
+            self._lost = report.lost
+            if not same:
+                fleet = self._fleet
+                mine = [fleet.generation, [dataclasses.astuple(each) for each in fleet.engines]]
+                number, engines = self._group.gather_json(mine)[0]
+                self._reach(_described(engines))
+                self._generation = number
+            yield
+
+    def _look(self) -> tuple[int, dict[str, str]]:
+        """The number of the fleet's generation that this rank knows, and lost engines."""
+        if self._group.rank != 0:
+            return self._generation, {}
+        if self._beginning:
+            self._beginning = False
+            self._fleet.begin()
+        return self._fleet.generation, self._fleet.lost
 
     def _repeat(self, attempt: Callable[[Report], None]) -> Report:
         """Makes attempts until one succeeds, or until another cannot help.  All ranks make the same
         attempts.  Returns the report, which all attempts fill in."""
         report, first, number = Report(), "", 1
-        if self._group.rank == 0:
-            self._lost_engines.begin()
+        self._beginning = True
         while True:
             try:
                 attempt(report)
                 return report
             except _core.WsyncError as error:
                 if not self._may_repeat(error, number):
-                    self._lost_engines.forget()
+                    self._fleet.forget()
                     if first:
                         error.add_note(f"This was attempt {number}.  The first had failed: {first}")
                     raise
@@ -176,7 +208,7 @@ class Sync(Updates):
 
         def decide() -> bool:
             known: Any = {"busy": self._requests.busy, "grouped": self._grouped}
-            if may_lose and self._lost_engines.find(self._requests.engines, error, **known):
+            if may_lose and self._fleet.find(self._requests.engines, error, **known):
                 return True
             if once:
                 _log.warning("wsync: an update has failed, and is tried once more: %s", error)
@@ -189,26 +221,13 @@ class Sync(Updates):
         """Whether workers of engines are members of process groups."""
         return any(map(self._roster.taking, (Delivery.REMOTE, Delivery.BROADCAST)))
 
-    def _news(self) -> list[Any]:
-        """What rank 0 knows of the engines: all of them if they may have changed, and lost ones."""
-        engines = None
-        if self._fleet.changes:
-            engines = [dataclasses.astuple(engine) for engine in self._fleet.look()]
-        return [engines, self._lost_engines.reasons | self._fleet.waiting]
-
-    def _follow(self, news: list[Any], report: Report) -> None:
-        """Makes updates reach the engines that rank 0 knows, except lost ones."""
-        engines, lost = news
-        self._engines = self._engines if engines is None else _described(engines)
-        self._lost = report.lost = lost
-        reached = [engine for engine in self._engines if engine.name not in lost]
-        if reached == self._roster.engines:
-            return
-        roster = dataclasses.replace(self._roster, engines=reached)
+    def _reach(self, engines: list[RolloutEngine]) -> None:
+        """Makes updates reach other engines than before."""
+        roster = dataclasses.replace(self._roster, engines=engines)
         roster.check(self.options)
         self._disconnect()
         self._roster = roster
-        self._requests.use([engine for engine in self._fleet.handles if engine.name not in lost])
+        self._requests.use(self._fleet.handles, self._fleet.known)
         if self._lending is not None:
             self._lending.close()
         self._lending, self._lends = self._make_lending(), False
@@ -252,8 +271,7 @@ class Sync(Updates):
         version: int | str | None,
         weights: Weights | Callable[[], Weights] | None,
     ) -> None:
-        with self._attempt(report, version, weights, self._news) as news:
-            self._follow(news, report)
+        with self._reaching(report, version, weights):
             report.trace = self._trace.anew()
             given = self._given(weights)
             if brought := self._stages:
@@ -315,7 +333,8 @@ class Sync(Updates):
             was compared.
 
         Raises:
-            StateError: no update has succeeded since the last error; or as in `update`.
+            StateError: no update has succeeded since the last error, or the weights have moved to
+                memory that needs a new plan; or as in `update`.
             WsyncError: a worker has ended or does not answer; all ranks raise the same error.
                 Engines that answer continue, and the next update connects anew.
         """
@@ -342,7 +361,8 @@ class Sync(Updates):
                 )
             connection.describe(report)
             connection.compare()
-            self._requests.hold()
+            reading = self._roster.taking(Delivery.WSYNC) + self._roster.taking(Delivery.REMOTE)
+            self._requests.hold({engine.name for engine in reading})
             self._open(connection, report)
             with self._progress(report, report.rounds, doing=": comparing", unit="round") as bar:
                 messages = connection.start(self._updates, sources, report)
@@ -387,12 +407,12 @@ class Sync(Updates):
         known: Any = {"receivers": self._fleet.receivers, "untied": is_untied(self._source)}
         check = EngineCheck(options, config_of(options), model, **known)
 
-        def welcome(engines: Sequence[EngineHandle]) -> None:
+        def welcome(*engines: EngineHandle) -> None:
             for name in check.check_engines(engines, options.deadline):
                 self._requests.effect.watch(name)
             tell_rearranged(engines, options, model)
 
-        welcome(self._fleet.handles)
+        welcome(*self._fleet.handles)
         self._fleet.welcome, self._requests.compare = welcome, check.check_engine
 
     def _meet(self, engines: list[RolloutEngine]) -> Roster:

@@ -13,7 +13,7 @@ from wsync.report import counted
 @dataclass(frozen=True, repr=False)
 class Verification:
     """How the weights of engines compare with the trainer's.  True if no tensor differs and every
-    engine was compared.
+    engine was compared, perhaps in part.
 
     workers: for each worker, a mapping with "engine", "worker", "tensors" and "nbytes" (compared,
     wholly or in part), "different" (by name of each tensor that differs, the indices of an element)

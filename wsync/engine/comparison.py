@@ -41,7 +41,7 @@ class Comparison:
 
     ring, manifest: what the rounds bring.  lent: the trainer's memory of the manifest's first
     buffers, which are compared with round 0.  layout, tensors: the boxes that the worker holds, by
-    buffer; boxes of further buffers are not compared.  timeout: seconds for each copy.
+    buffer.  Boxes of other buffers are not compared.  timeout: seconds for each copy.
 
     different: the tensors that differ, each with the indices of an element that does.
     """

@@ -13,10 +13,10 @@ A timeout does not interrupt the method of an object in this process; updates st
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from wsync._core import InvalidArgumentError, WsyncError
+from wsync._core import InvalidArgumentError
 from wsync.handles.answers import NotOfferedError, identity_of, retracts
 from wsync.handles.local import LocalHandle, RayHandle, url_of
 from wsync.handles.sglang_engine import SglangHandle
@@ -196,52 +196,41 @@ def _adapt(
     return LocalHandle(engine, workers=workers)
 
 
-def handles_of(
-    engines: Any,
-    *,
-    timeout: float,
-    api_key: str | None = None,
-    known: dict[Any, EngineHandle] | None = None,
-    skip: Callable[[object, WsyncError], None] | None = None,
-) -> list[EngineHandle]:
+def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> list[EngineHandle]:
     """Handles of a list of engines, or of the list that a callable returns.  Together the engines
     have `timeout` seconds to answer.
 
-    known: the handles of the former call, which are used again; they are replaced by this call's.
-    skip: called with an engine that cannot be described, and the error; without it, the error is
-    raised.
-
     Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice, because it
-    would wait for itself.  An engine that tells its identity is also found under two URLs.  Objects
-    of this process that have one name are numbered.
+    would wait for itself.  An engine that tells its identity is also found under two URLs.
     """
+    handles: list[EngineHandle] = []
+    known: dict[Any, str] = {}
+    deadline = Deadline(timeout)
+    for engine in listed(engines):
+        made = handle(engine, api_key=api_key, timeout=deadline.left)
+        for key in _identities(engine, made):
+            if key in known:
+                other = "" if known[key] == made.name else f": {known[key]} is the same engine"
+                raise InvalidArgumentError(f"engine {made.name} is given twice{other}")
+            known[key] = made.name
+        number(made, handles)
+        handles.append(made)
+    return handles
+
+
+def listed(engines: Any) -> list[Any]:
+    """The engines of a list, or of the list that a callable returns."""
     given = engines() if callable(engines) else engines
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidArgumentError(f"engines={given!r}: expected a list, [{given!r}]")
-    former, made = known or {}, dict[Any, EngineHandle]()
-    names: dict[Any, str] = {}
-    deadline = Deadline(timeout)
-    for engine in given:
-        key = engine if isinstance(engine, Hashable) else id(engine)
-        try:
-            found = former.get(key) or handle(engine, api_key=api_key, timeout=deadline.left)
-        except WsyncError as error:
-            if skip is None:
-                raise
-            skip(engine, error)
-            continue
-        for own in _identities(engine, found):
-            if own in names:
-                other = "" if names[own] == found.name else f": {names[own]} is the same engine"
-                raise InvalidArgumentError(f"engine {found.name} is given twice{other}")
-            names[own] = found.name
-        if isinstance(found, LocalHandle) and found.name in (each.name for each in made.values()):
-            found.name = f"{found.name} {len(made)}"
-        made[key] = found
-    if known is not None:
-        known.clear()
-        known.update(made)
-    return [*made.values()]
+    return [*given]
+
+
+def number(made: EngineHandle, others: Sequence[EngineHandle]) -> None:
+    """Gives an object of this process a name that no other engine has."""
+    names, name, count = {other.name for other in others}, made.name, 2
+    while isinstance(made, LocalHandle) and made.name in names:
+        made.name, count = f"{name} {count}", count + 1
 
 
 def _identities(given: object, made: EngineHandle) -> list[Any]:

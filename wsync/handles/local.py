@@ -34,6 +34,11 @@ class LocalHandle(ApiHandle):
         self.workers = int(workers or getattr(engine, "workers", None) or 1)
         self.load_formats: tuple[str, ...] = tuple(getattr(engine, "load_formats", ()))
 
+    @property
+    def in_process(self) -> bool:
+        """Whether the engine is an object of this process."""
+        return not self._remote
+
     def _info(self, method: str, timeout: float) -> dict[str, Any]:
         with contextlib.suppress(NotOfferedError):
             return super()._info(method, timeout)

@@ -34,6 +34,7 @@ class CheckedEngine:
         handle: the engine's handle.
         restarted: whether the engine may have been restarted, perhaps with other arguments, since
             the last successful update.
+        unchecked: whether it may have been restarted since it was last compared with the trainer.
         stopped: whether the engine was asked to pause, and has not continued since.
         sent: whether the engine was sent weights since it paused, and may hold a part of an update.
         joined: whether its workers were asked to load an update since it paused; only they know
@@ -46,7 +47,7 @@ class CheckedEngine:
         self.handle = engine
         self.name = engine.name
         self.workers = engine.workers
-        self.restarted = True
+        self.restarted = self.unchecked = True
         self.stopped: bool = before is not None and before.stopped
         self.sent: bool = before is not None and before.sent
         self.joined: bool = before is not None and before.joined
@@ -123,6 +124,7 @@ class CheckedEngine:
         stock = "instance" not in self._identity and self._version is not None
         self._updating = f"{UPDATING}{secrets.token_hex(12)}" if stock else None
         self.restarted = self._identity != former or (stock and self._version != given)
+        self.unchecked |= self.restarted
         if not self.stopped:
             self.stopped, self._since = True, time.perf_counter()
         self._told.pause(mode, deadline.left)

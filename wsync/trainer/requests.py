@@ -130,24 +130,29 @@ class EngineRequests:
         """The names of engines with requests of failed updates under way."""
         return {name for name, call in self._left if not call.done()}
 
-    def use(self, engines: Sequence[EngineHandle]) -> None:
-        """Makes further requests to these engines only."""
-        known = {id(engine.handle): engine for engine in (*self.engines, *self._unused)}
+    def use(self, engines: Sequence[EngineHandle], known: Sequence[EngineHandle]) -> None:
+        """Makes further requests to these engines only.  known: these engines, and others that may
+        be used again."""
+        made = {id(engine.handle): engine for engine in (*self.engines, *self._unused)}
         self.handles, self._stops = engines, {}
-        self.engines = [known.get(id(each)) or CheckedEngine(each) for each in engines]
-        self._unused = [engine for engine in known.values() if engine not in self.engines]
+        self.engines = [
+            made.pop(id(each)) if id(each) in made else CheckedEngine(each) for each in engines
+        ]
+        self._unused = [made[id(each)] for each in known if id(each) in made]
 
     def pause(self) -> None:
         """Pauses the engines."""
         deadline = Deadline(self._options.deadline)
         self._pausing = self._start(lambda _, engine: self.stop(engine, deadline))
 
-    def hold(self) -> None:
-        """Pauses the engines for a look at their weights: they keep requests and cache, if they
+    def hold(self, names: Container[str]) -> None:
+        """Pauses these engines for a look at their weights: they keep requests and cache, if they
         can."""
         deadline = Deadline(self._options.deadline)
 
         def hold(_: int, engine: CheckedEngine) -> None:
+            if engine.name not in names:
+                return
             if not ignores_pause(how_started(engine.handle, deadline.left), "in_place"):
                 with contextlib.suppress(_core.RemoteError):  # slime's actors of 0.2.2 take no mode
                     engine.pause("in_place", deadline.left)
@@ -166,11 +171,12 @@ class EngineRequests:
         times = [time.perf_counter()]
         engine.pause(pause_mode(engine.handle, self._options.pause_mode), deadline.left)
         times.append(time.perf_counter())
-        if engine.restarted:
+        if engine.unchecked:
             handle: Any = engine.handle
             if hasattr(type(handle), "look_anew"):
                 handle.look_anew(deadline.left)
             self.compare(engine.handle, deadline.left)
+            engine.unchecked = False
         if self._options.flush_cache:
             engine.flush(deadline.left)
         times.append(time.perf_counter())
@@ -253,10 +259,10 @@ class EngineRequests:
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
-        self._handover = self._start(hand_over)
+        self._handover = self._start(hand_over, stopped=True)
         self._handover.join(end.left, check)
         between()
-        self._handover = self._start(lambda _, engine: engine.resume(deadline.left))
+        self._handover = self._start(lambda _, e: e.resume(deadline.left), stopped=True)
         self._handover.join(end.left, check)
         self._handover = NO_CALLS
 
@@ -312,5 +318,7 @@ class EngineRequests:
         calls.wait(deadline.left)
         self._left += calls.under_way
 
-    def _start(self, call: Call) -> Calls:
-        return Calls(list(enumerate(self.engines)), call)
+    def _start(self, call: Call, *, stopped: bool = False) -> Calls:
+        """Makes one call for each engine, or for each engine that is stopped."""
+        known = enumerate(self.engines)
+        return Calls([(i, engine) for i, engine in known if engine.stopped or not stopped], call)

@@ -235,21 +235,21 @@ class Updates(abc.ABC):
         report: Report,
         version: int | str | None,
         weights: object,
-        news: Callable[[], Any] = lambda: None,
-    ) -> Iterator[Any]:
-        """Wraps one attempt at an update, or its first part, in which ranks agree.  Yields what
-        `news` returns on rank 0, after a round trip through JSON.
+        look: Callable[[], tuple[int, dict[str, str]]] = lambda: (0, {}),
+    ) -> Iterator[bool]:
+        """Wraps one attempt at an update, or its first part, in which ranks agree.  Yields whether
+        all ranks know the same engines.
 
-        weights: what the caller gave."""
+        weights: what the caller gave.  look: returns a number that changes with the engines that
+        this rank knows, and on rank 0 the engines that the update goes without, with reasons."""
         self._updates += 1  # first: what follows may fail on this rank only
         self._renew()
         with self._one_error(report):
             given = weights is not None if self._source.names else None
-            told = news() if self._group.rank == 0 else None
-            report.version, heard = self._agree(version, given, told)
-            text = report.version
+            text, same, lost = self._agree(version, given, *look())
+            report.version, report.lost, report.staged = text, lost, False
             self._next_version = int(text) if text.isdecimal() else self.version + 1
-            yield heard
+            yield same
 
     def _end(self, report: Report) -> None:
         """Ends an update that has succeeded on all ranks."""
@@ -260,10 +260,12 @@ class Updates(abc.ABC):
             with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
                 self._log_update(report)
 
-    def _agree(self, version: object, given: bool | None, news: Any) -> tuple[str, Any]:
-        """Returns the version of an update and rank 0's news, the same on all ranks.  If a rank
-        gives no version, it is one more than the last version of any rank, because some rank may
-        have missed the end of the last update.
+    def _agree(
+        self, version: object, given: bool | None, engines: int, lost: dict[str, str]
+    ) -> tuple[str, bool, dict[str, str]]:
+        """Returns the version of an update, whether all ranks know the same engines, and rank 0's
+        lost engines; the same on all ranks.  If a rank gives no version, it is one more than the
+        last version of any rank, because some rank may have missed the end of the last update.
 
         given: whether the caller gave weights on this rank; None if this rank has no parameters.
 
@@ -274,8 +276,8 @@ class Updates(abc.ABC):
                 version, so that one of them may be in another step than the others.
         """
         text = None if version is None else version_text(version)
-        told = self._group.gather_json([self.version, text, given, self._updates, news])
-        counts, texts, givens, called, heard = zip(*told, strict=True)
+        told = self._group.gather_json([self.version, text, given, self._updates, engines, lost])
+        counts, texts, givens, called, fleets, losts = zip(*told, strict=True)
         if None in texts and len(set(called)) > 1:
             raise _core.StateError(
                 f"trainer ranks have called update() different numbers of times ({list(called)}, "
@@ -291,7 +293,7 @@ class Updates(abc.ABC):
                 f"{givens.index(False)} does not"
             )
         self._updates = max(called)
-        return meant[0], heard[0]
+        return meant[0], len(set(fleets)) == 1, losts[0]
 
     def _log_update(self, report: Report) -> None:
         """Logs one line for each update.  Warns once of anything that makes updates slower."""
