@@ -11,13 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import fleet_cases
+from support import agreement_cases, fleet_cases
 from support.fleet_cases import Fleet
+from support.local_servers import Packing
 from support.procs import Ranks
 
 import wsync
+from wsync.trainer.checked_engine import CheckedEngine
+from wsync.trainer.fleet import Fleet as FleetList
 
 RANKS = 2
 PHASES = ["open", "attach", "round", "done", "prepared", "commit", "close"]
@@ -166,6 +170,78 @@ def test_engines_join_and_leave(trainer: Ranks, fleet: Fleet) -> None:
     trainer.run(fleet_cases.list_engines, [])
     assert all("no engines" in text for text in trainer.run(fleet_cases.fail, 5))
     check(fleet, 4, 1, 2)
+
+
+class Slow(agreement_cases.Stock):
+    """Answers when it is told to."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.ready = threading.Event()
+        self.ready.set()
+
+    def server_info(self) -> dict[str, Any]:
+        self.ready.wait(60)
+        return {}
+
+
+def listing(engines: list[Any]) -> FleetList:
+    found = FleetList(lambda: engines, None, wsync.Options(), ranks=1, api_key=None)
+    found.connect()
+    return found
+
+
+def names(fleet: FleetList) -> list[str]:
+    """The engines that updates reach."""
+    return [handle.name for handle in fleet.handles]
+
+
+def test_an_object_that_takes_the_place_of_another_is_reached() -> None:
+    engines = [Packing(), Packing()]
+    found = listing(engines)
+    assert len({*names(found)}) == 2
+    found.begin()
+    assert found.generation == 0
+    engines[0] = Packing()
+    found.begin()
+    assert found.generation == 1
+    assert [handle._engine for handle in found.handles] == engines  # type: ignore[attr-defined]
+    assert len({*names(found)}) == 2
+
+
+def test_a_lost_engine_that_leaves_the_list_is_forgotten() -> None:
+    engines = [Slow("first"), Slow("other")]
+    found = listing(engines)
+    error = wsync.RemoteError("engine first: it refuses")
+    known: Any = {"busy": (), "grouped": False}
+    assert found.find([CheckedEngine(each) for each in found.handles], error, **known)
+    for _ in range(2):
+        assert [*found.lost] == ["first"] and names(found) == ["other"]
+        found.begin()
+    del engines[0]
+    found.begin()
+    assert not found.lost and names(found) == ["other"] and found.handles == found.known
+
+
+def test_an_engine_that_is_slow_to_join_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wsync.trainer.fleet._JOIN_SECONDS", 0.05)
+    slow = Slow("slow")
+    engines = [Slow("first")]
+    found = listing(engines)
+    slow.ready.clear()
+    engines.append(slow)
+    for _ in range(2):
+        found.begin()
+        assert names(found) == ["first"]
+        assert [*found.lost.values()] == ["it does not answer yet"]
+    slow.ready.set()
+    end = time.monotonic() + 60
+    while found.lost:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        found.begin()
+    assert names(found) == ["first", "slow"] and found.generation == 1
 
 
 class Chaos:

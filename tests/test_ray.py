@@ -174,7 +174,7 @@ def test_an_engine_that_dies_is_named_and_others_go_on(trainer: Group, engines: 
     trainer.update(31)
     get(dying.exit_in.remote(2))
     # of the second try, and of the first
-    for methods in ({"pause_generation", "update_weights_from_tensor"}, {"pause_generation"}):
+    for methods in ({"get_weight_version", "update_weights_from_tensor"}, {"get_weight_version"}):
         for error in trainer.errors(32):
             assert isinstance(error, PeerClosedError)
             died = re.findall(re.escape(f"engine {dying}: ") + r"(\w+): The actor died", str(error))
