@@ -214,7 +214,7 @@ def test_a_lost_engine_that_leaves_the_list_is_forgotten() -> None:
     engines = [Slow("first"), Slow("other")]
     found = listing(engines)
     error = wsync.RemoteError("engine first: it refuses")
-    known: Any = {"busy": (), "grouped": False}
+    known: Any = {"late": (), "grouped": False}
     assert found.find([CheckedEngine(each) for each in found.handles], error, **known)
     for _ in range(2):
         assert [*found.lost] == ["first"] and names(found) == ["other"]

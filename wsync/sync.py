@@ -207,7 +207,7 @@ class Sync(Updates):
         may_lose = self.options.lost == "continue" and len(engines) > 1 and blamed
 
         def decide() -> bool:
-            known: Any = {"busy": self._requests.busy, "grouped": self._grouped}
+            known: Any = {"late": self._requests.late, "grouped": self._grouped}
             if may_lose and self._fleet.find(self._requests.engines, error, **known):
                 return True
             if once:

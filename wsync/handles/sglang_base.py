@@ -283,7 +283,7 @@ class ApiHandle(ABC):
         """
         deadline, found = Deadline(timeout), "none"
         while True:
-            with contextlib.suppress(PeerClosedError):  # it may be starting
+            with contextlib.suppress(PeerClosedError, DeadlineError):  # it may be starting
                 found = str(self.model_info(deadline.left).get("weight_version"))
             if found == str(version):
                 return

@@ -135,7 +135,7 @@ class Fleet:
         engines: Sequence[CheckedEngine],
         error: Exception,
         *,
-        busy: Container[str],
+        late: Container[str],
         grouped: bool,
     ) -> bool:
         """Finds the engines to blame for a failed attempt; returns whether another attempt without
@@ -145,19 +145,19 @@ class Fleet:
         restarted is spared once: its connection was closed, and it takes the update from a new one.
         If a second engine that answers is late or refuses the update, the trainer is to blame.
 
-        busy: engines with requests under way.  When a deadline has passed, they are to blame: an
-        engine that has waited for them may have been the first to say so.
+        late: engines that have not answered a request.  When a deadline has passed, they are to
+        blame: an engine that has waited for them may have been the first to say so.
         grouped: whether engines are members of process groups.  When a member ends, the others
         report an error, too.  So an engine that answers is not to blame for a group's error.
         """
-        closed, late = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
-        waiting = late and any(engine.name in busy for engine in engines)
+        closed, passed = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
+        waiting = passed and any(engine.name in late for engine in engines)
         found, spared, refused = list[tuple[CheckedEngine, str, Any]](), False, False
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         for engine, answer in zip(engines, answers, strict=True):
-            named = engine.name in busy if waiting else blames(error, engine.name)
+            named = engine.name in late if waiting else blames(error, engine.name)
             why = str(error if named else answer)
-            silent = isinstance(answer, Exception) and (named or late)
+            silent = isinstance(answer, Exception) and (named or passed)
             if silent or isinstance(answer, PeerClosedError):
                 found.append((engine, why, None))
             elif not (named or grouped) or isinstance(answer, Exception):

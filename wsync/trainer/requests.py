@@ -91,6 +91,10 @@ class Calls:
         self.check()
 
 
+def _is_late(call: Future[Any]) -> bool:
+    return not call.done() or isinstance(call.exception(), _core.DeadlineError)
+
+
 def _unanswered(engine: Any) -> str:
     """The requests that an engine has not answered, as a text for errors."""
     return ", ".join(getattr(engine, "unanswered", [])) or f"engine {engine.name}"
@@ -109,12 +113,14 @@ class EngineRequests:
         compare: called with an engine's handle and a timeout, after the engine has paused, if it
             may have been restarted; raises if the engine cannot take what it is sent.
         effect: looks at engines before and after an update.
+        late: the names of engines that have not answered a request of the last failed update.
     """
 
     def __init__(self, engines: Sequence[EngineHandle], options: Options) -> None:
         self.handles = engines
         self.compare: Callable[[EngineHandle, float], object] = lambda engine, timeout: None
         self.effect = FirstEffect()
+        self.late = set[str]()
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._unused: list[CheckedEngine] = []
@@ -124,11 +130,6 @@ class EngineRequests:
         self._left: UnderWay = []  # requests of failed updates
         # by engine: the seconds that it took to pause and to flush
         self._stops: dict[str, tuple[float, float]] = {}
-
-    @property
-    def busy(self) -> set[str]:
-        """The names of engines with requests of failed updates under way."""
-        return {name for name, call in self._left if not call.done()}
 
     def use(self, engines: Sequence[EngineHandle], known: Sequence[EngineHandle]) -> None:
         """Makes further requests to these engines only.  known: these engines, and others that may
@@ -245,7 +246,7 @@ class EngineRequests:
     def take_on(
         self, deliver: Call, deadline: Deadline, check: Check, between: Check = bool
     ) -> None:
-        """Gives all engines a weight version; no engine continues before all have it.
+        """Gives all engines a weight version; no paused engine continues before all have it.
 
         deliver(index, engine) gives one engine the version.  `check` is called while this waits;
         `between` is called when all engines have the version.  Raises the errors of these
@@ -254,15 +255,20 @@ class EngineRequests:
 
         def hand_over(index: int, engine: Any) -> None:
             deliver(index, engine)
-            engine.verify(deadline.left)
-            self.effect.look(engine.handle, deadline.left, after=True)
+            if engine.stopped:
+                engine.verify(deadline.left)
+                self.effect.look(engine.handle, deadline.left, after=True)
+
+        def resume(_: int, engine: Any) -> None:
+            if engine.stopped:
+                engine.resume(deadline.left)
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
-        self._handover = self._start(hand_over, stopped=True)
+        self._handover = self._start(hand_over)
         self._handover.join(end.left, check)
         between()
-        self._handover = self._start(lambda _, e: e.resume(deadline.left), stopped=True)
+        self._handover = self._start(resume)
         self._handover.join(end.left, check)
         self._handover = NO_CALLS
 
@@ -280,6 +286,7 @@ class EngineRequests:
             engine.give_up()
         wait([call for _, call in asked], min(LEAVE_SECONDS, self._options.deadline))
         self._left = [each for each in asked if not each[1].done()]
+        self.late = {name for name, call in asked if _is_late(call)}
         names = [name for name, _ in self._left]
         busy = {each.name: _unanswered(each) for each in self.engines if each.name in names}
         if busy:
@@ -318,7 +325,5 @@ class EngineRequests:
         calls.wait(deadline.left)
         self._left += calls.under_way
 
-    def _start(self, call: Call, *, stopped: bool = False) -> Calls:
-        """Makes one call for each engine, or for each engine that is stopped."""
-        known = enumerate(self.engines)
-        return Calls([(i, engine) for i, engine in known if engine.stopped or not stopped], call)
+    def _start(self, call: Call) -> Calls:
+        return Calls(list(enumerate(self.engines)), call)
