@@ -341,7 +341,8 @@ class Sync(Updates):
         report = Report()
         with self._running("verify"), self._attempt(report, None, weights):
             workers = self._compare(self._given(weights), report)
-        unread = {found["engine"]: found["uncompared"] for found in workers if not found["tensors"]}
+        none = [found for found in workers if found["uncompared"] and not found["tensors"]]
+        unread = {found["engine"]: found["uncompared"] for found in none}
         unread |= {name: f"lost: {why}" for name, why in self._lost.items()}
         for delivery in (Delivery.STOCK, Delivery.BROADCAST):
             unread |= {e.name: f"it takes {delivery.words}" for e in self._roster.taking(delivery)}
