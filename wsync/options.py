@@ -117,8 +117,8 @@ class Options:
         lost: what `Sync.update` and `stage` do if some of several engines do not answer, are late
             or refuse an update.  "continue": they try again without these engines, and
             `Report.lost` names them.  Later updates take an engine back once it answers; one that
-            was late or has refused, once it was restarted.  If two engines that answer are late or
-            refuse an update, the error is raised.  A remote engine is left out only if it does not
+            was late or has refused, once it was restarted.  If two engines that answer refuse an
+            update, the error is raised.  A remote engine is left out only if it does not
             answer.  "raise": the error is raised, as `commit` always does.  wsync.verl and slime's
             classes use "raise" unless their options say otherwise; with args.use_fault_tolerance,
             slime's classes use "continue".

@@ -143,7 +143,7 @@ class Fleet:
 
         An engine is lost if it does not answer, or if the error names it.  But an engine that was
         restarted is spared once: its connection was closed, and it takes the update from a new one.
-        If a second engine that answers is late or refuses the update, the trainer is to blame.
+        If a second engine that answers refuses the update, the trainer is to blame.
 
         late: engines that have not answered a request.  When a deadline has passed, they are to
         blame: an engine that has waited for them may have been the first to say so.
@@ -165,7 +165,7 @@ class Fleet:
             elif closed and not self._spared and engine.restarted_since(answer[0]):
                 spared = True
             elif named and not grouped:
-                refused |= not closed
+                refused |= not (closed or waiting)
                 # a request that was cut off says nothing of the next one
                 again = closed and f"engine {engine.name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
