@@ -5,7 +5,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-EXTRAS = ("engine", "demo")
+EXTRAS = ("engine", "demo", "delta")
 
 
 def main() -> int:

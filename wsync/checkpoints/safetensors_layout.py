@@ -90,12 +90,17 @@ class Arrangement:
     headers: tuple[bytes, ...]
     sizes: tuple[int, ...]
 
-    def index(self, version: str) -> bytes:
-        """The contents of the index file, with the weight version."""
-        total = sum(place.nbytes for place in self.places.values())
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(place.nbytes for place in self.places.values())
+
+    def index(self, version: str, number: int | None = None) -> bytes:
+        """The contents of the index file, with the weight version.  number: see `Versions`."""
+        more = {} if number is None else {"version": f"{number:06d}"}
         return json.dumps(
             {
-                "metadata": {"total_size": total, "weight_version": version},
+                "metadata": {"total_size": self.nbytes, "weight_version": version, **more},
                 "weight_map": {name: self.names[p.file] for name, p in self.places.items()},
             },
             indent=2,

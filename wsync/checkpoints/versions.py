@@ -2,7 +2,7 @@
 
     ROOT/weight_v000007     a complete checkpoint, never written again; a later one of the same
                             version is weight_v000007.2, or replaces it
-    ROOT/latest             a link to the newest version
+    ROOT/latest             a link to the newest version that is a whole checkpoint
     ROOT/.wsync-work        versions that are being written or removed; nobody reads them
 
 A version is written in .wsync-work, synchronised to the disk, and renamed; then the link follows.
@@ -10,6 +10,9 @@ So `latest` leads to a complete version at any time, except while a version repl
 holds even if the writer is killed, and after a power failure if the file system keeps data that
 fsync has written.  A version that `publish` has returned survives both.  Other files and folders
 are left alone.
+
+If versions may hold only changes (wsync.checkpoints.deltas), their names have numbers of their own,
+which the index repeats as "version".
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 def newest(root: str | os.PathLike[str]) -> Path:
-    """The newest complete version under `root`, for an engine that starts late.
+    """The newest complete version under `root`, for an engine that starts late.  Versions that hold
+    only changes do not count.
 
     Its files can be opened until `keep` newer versions are complete; an open file can be read to
     the end.  Raises StateError if there is no complete version yet.
@@ -57,6 +61,7 @@ class Versions:
         base: a folder whose configuration and tokenizer files every version gets, or a transformers
             configuration.  None: versions get neither.
         keep: the number of complete versions that stay, including the newest; None keeps all.
+            Versions with changes stay as long as the checkpoint before them, and do not count.
         replace: whether a version replaces an earlier one with its name.
 
     Attributes:
@@ -113,13 +118,29 @@ class Versions:
                 # closing is not enough: a process forked meanwhile has the descriptor, too
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
-    def begin(self, version: str) -> Path:
-        """A new hidden folder with everything but the weights and their index."""
+    @property
+    def last(self) -> int:
+        """The highest number in the versions' names; 0 if there is none."""
+        found = (
+            re.match(r"\d+", path.name[len(_PREFIX) :]) for path in self.root.glob(f"{_PREFIX}*")
+        )
+        return max((int(number[0]) for number in found if number), default=0)
+
+    def follow(self, numbers: Sequence[int]) -> bool:
+        """Whether all versions of these numbers are there, and none with a higher number."""
+        there = [(self.root / _name(str(number)) / INDEX).exists() for number in numbers]
+        return all(there) and self.last == max(numbers)
+
+    def begin(self, version: str, *, changes: bool = False) -> Path:
+        """A new hidden folder with everything but the weights and their index; changes: without
+        anything."""
         if "/" in version or "\0" in version or not version.isprintable():
             raise _core.InvalidArgumentError(f"version {version!r} cannot be a folder's name")
         folder = self._hidden(_name(version))
         with system_calls(folder):
             folder.mkdir()
+            if changes:
+                return folder
             if isinstance(self._base, str | os.PathLike):
                 base = Path(self._base).resolve()  # a link may move meanwhile
                 for path in (*base.iterdir(), *(base / _TEMPLATES).glob("*")):
@@ -154,10 +175,11 @@ class Versions:
             folder.rename(final)
             _sync(self.root)
             _sync(self._work)
-            link = self._hidden(LATEST)
-            link.symlink_to(final.name)
-            link.replace(self.root / LATEST)
-            _sync(self.root)
+            if not _is_delta(final):
+                link = self._hidden(LATEST)
+                link.symlink_to(final.name)
+                link.replace(self.root / LATEST)
+                _sync(self.root)
         return final
 
     def prune(self) -> None:
@@ -170,9 +192,13 @@ class Versions:
             found = self.root.glob(f"{_PREFIX}*")
             others = [p for p in found if p.resolve() != latest and _is_version(p)]
             others.sort(key=_written, reverse=True)
-            for old in reversed(others[self._keep - 1 :]):
-                with contextlib.suppress(OSError):  # the others are moved all the same
-                    old.rename(self._hidden(old.name))  # at once: nobody may find half of it
+            whole = [path for path in others if not _is_delta(path)]
+            kept = [latest, *whole[: self._keep - 1]]
+            first = min(map(_written, kept))
+            for old in reversed(others):
+                if old not in kept and (old in whole or _written(old) < first):
+                    with contextlib.suppress(OSError):  # the others are moved all the same
+                        old.rename(self._hidden(old.name))  # at once: nobody may find half of it
 
     def _sweep(self) -> None:
         """Removes the work folder with everything in it."""
@@ -185,18 +211,37 @@ class Versions:
         return self._work / f"{name}.{secrets.token_hex(4)}"
 
 
+def number_of(folder: Path) -> int:
+    """The number in the name of a version, which may still be hidden."""
+    return int(folder.name.removeprefix(_PREFIX).partition(".")[0])
+
+
 def _name(version: str) -> str:
     return _PREFIX + (f"{int(version):06d}" if version.isdecimal() else version)
 
 
+def _metadata(folder: Path) -> Mapping[str, Any]:
+    """The metadata in a version's index; empty if there is none."""
+    with contextlib.suppress(_core.WsyncError):
+        found = read_config(folder / INDEX).get("metadata")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
 def _is_version(folder: Path) -> bool:
     """Whether `publish` has named a folder: the version in its index fits the name."""
-    try:
-        version = read_config(folder / INDEX)["metadata"]["weight_version"]
-    except (_core.WsyncError, KeyError, TypeError):
+    found = _metadata(folder)
+    if "weight_version" not in found:
         return False
-    known = re.escape(_name(str(version))) + r"(\.[0-9]{1,3})?"
+    known = (
+        re.escape(_name(str(found.get("version", found["weight_version"])))) + r"(\.[0-9]{1,3})?"
+    )
     return re.fullmatch(known, folder.name) is not None
+
+
+def _is_delta(folder: Path) -> bool:
+    """Whether a version holds only changes; see wsync.checkpoints.deltas."""
+    return "delta_encoding" in _metadata(folder)
 
 
 def _written(version: Path) -> tuple[int, str]:

@@ -194,14 +194,18 @@ class Updates(abc.ABC):
             quantised = self._group.gather_json(told)[0]
         if quantised is None:
             return model
-        hosts = self._group.hosts
-        # weights are quantised before anything else uses this rank's share of the host's cores
-        share = len(os.sched_getaffinity(0)) // hosts.count(hosts[rank])
-        threads = max(self.options.threads, 1, min(share, _MOST_THREADS))
         rules: list[_core.QuantiseRule] = [tuple(rule) for rule in quantised]
-        self._image = Image(model, rank, len(source.names), rules, threads)
+        # weights are quantised before anything else uses this rank's share of the host's cores
+        self._image = Image(model, rank, len(source.names), rules, self._all_threads)
         self._layout = self._image.layout
         return self._merged()
+
+    @property
+    def _all_threads(self) -> int:
+        """The threads of a step that uses this rank's whole share of the host's cores."""
+        hosts = self._group.hosts
+        share = len(os.sched_getaffinity(0)) // hosts.count(hosts[self._group.rank])
+        return max(self.options.threads, 1, min(share, _MOST_THREADS))
 
     def _merged(self) -> _core.Layout:
         """All ranks' layouts in one."""
