@@ -1,7 +1,8 @@
 """Updates through the disk: all trainer ranks write one checkpoint, engines read it.
 
 Every rank writes its own bytes from its tensors to their places in the files; nothing is gathered.
-wsync.checkpoints.versions says what readers see, and when.
+wsync.checkpoints.versions says what readers see, and when; wsync.checkpoints.deltas, how a version
+holds only what has changed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,10 +28,10 @@ from wsync.checkpoints.safetensors_layout import (
     owners,
     system_calls,
 )
-from wsync.checkpoints.versions import Versions, newest
+from wsync.checkpoints.versions import Versions, newest, number_of
 from wsync.handles.answers import ignores_pause, other_draft
 from wsync.handles.base import EngineHandle, control_only, handles_of, how_started
-from wsync.machine.deadline import Deadline
+from wsync.machine.deadline import LATER_SECONDS, Deadline
 from wsync.module_tensors.names import weight_of
 from wsync.options import Options
 from wsync.quantise.config import (
@@ -53,6 +56,7 @@ from wsync.trainer.requests import EngineRequests
 from wsync.trainer.updates_base import Updates
 
 if TYPE_CHECKING:
+    from wsync.checkpoints.deltas import Deltas
     from wsync.trainer.updates_base import Source, Weights
 
 __all__ = ["DiskSync", "newest"]
@@ -102,6 +106,17 @@ class DiskSync(Updates):
             folder meanwhile.  Without `replace`, the new folder's name gets .2 to .999 added.
         published: a function that every rank calls with the folder of each complete version, before
             engines load it.  The other ranks wait for the call up to the deadline.
+        delta: True writes only what has changed: slime's format for far engines, which need its
+            patched SGLang (/pull_weights).  A version is a whole checkpoint if it is the first one,
+            if an update has failed before it, or if versions are missing in the folder.  A number
+            also writes a whole one after so many versions with changes, so that late engines fetch
+            fewer.  Every rank keeps a copy of the bytes that it writes in host memory: in all, one
+            model.  Each thread needs as much as the rank's largest tensor, or 64 MiB.  It needs
+            `pip install numpy zstandard`.  Versions' names have numbers of their own, from the
+            clock, because an engine's copy never goes back, also not for a new run.
+        local_folder: for `delta`: where each engine's host keeps its copy of the checkpoint
+            (slime's --update-weight-local-checkpoint-dir).  Hosts have Options.deadline to fetch a
+            version, also a whole one.
         options: deadlines, pause mode, threads that write, progress.  No deadline limits the wait
             for a file system.
 
@@ -110,7 +125,8 @@ class DiskSync(Updates):
             delivered weights are not quantised as `base` is.
         InvalidArgumentError: an engine holds weights in another form than the trainer delivers.
         UnsupportedError: the trainer's dtype cannot be converted to `dtype`, or an engine cannot
-            load from disk.
+            load from disk.  With `delta`: a package or an engine's /pull_weights is missing, or
+            parts of a tensor on different ranks overlap.
         WsyncError: the engines' handles could not be made; all ranks raise the same error.
     """
 
@@ -126,6 +142,8 @@ class DiskSync(Updates):
         keep: int | None = 2,
         replace: bool = False,
         published: Callable[[str], object] | None = None,
+        delta: bool | int = False,
+        local_folder: str | os.PathLike[str] | None = None,
         options: Options | None = None,
     ) -> None:
         dtype = dtype and str(dtype).removeprefix("torch.")
@@ -135,6 +153,10 @@ class DiskSync(Updates):
         self._base = base
         self._config: Mapping[str, Any] | None = None  # versions' quantisation, on rank 0
         self._published = published
+        self._most = math.inf if delta is True else int(delta)  # versions after a whole one
+        self._whole = 0  # the number of the last whole version, on rank 0
+        self._local = None if local_folder is None else os.fspath(local_folder)
+        self._deltas: Deltas | None = None
         chosen = _for_files(Options.of(options))
         parked = {"park": "updates without a disk, or with quantise"}
         chosen.refuse(_NOT_BY_DISK | ({} if chosen.quantise is not None else parked))
@@ -145,6 +167,7 @@ class DiskSync(Updates):
                 dtype=dtype,
                 shard_nbytes=shard_nbytes,
                 published=published is not None,
+                delta=delta,
             )
             if self._group.rank == 0:
                 self._versions.check()
@@ -152,13 +175,17 @@ class DiskSync(Updates):
                 deadline = Deadline(self.options.deadline)
                 for engine in handles:
                     _check_engine(engine, self.options.pause_mode, deadline.left)
+                    if delta:
+                        _check_pulls(engine, self._local, deadline.left)
                 self._requests = EngineRequests(handles, self.options)
             self._model = self._gather()
             check_scales(self._model)
             self._versions.facts = self._facts()
             self._arrangement = arrange(self._model, dtype=dtype, shard_nbytes=shard_nbytes)
-            boxes = owners(self._model, self._group.size)[self._group.rank]
-            self._writer = _Writer(self._layout, boxes, self._arrangement)
+            dealt = owners(self._model, self._group.size)
+            self._writer = _Writer(self._layout, dealt[self._group.rank], self._arrangement)
+            if delta:
+                self._deltas = self._make_deltas(dealt)
 
     def update(
         self,
@@ -202,12 +229,17 @@ class DiskSync(Updates):
         self._use_up_version()
         with report.phase("publish"):
             path = self._from_first(lambda: self._versions.publish(folder))
+            if self._deltas is not None:
+                self._deltas.kept = number_of(path)
             if self._group.rank == 0:
                 # also if engines fail to load it: failed versions must not pile up
                 last.callback(self._versions.prune)
             if self._published is not None:
                 self._published(os.fspath(path))
                 self._group.barrier()
+        if self._deltas is not None:
+            with report.phase("pull"):
+                self._pull(number_of(path))
         with report.phase("engines"):
             if self._group.rank == 0:
                 self._load(os.fspath(path), report.version)
@@ -243,6 +275,8 @@ class DiskSync(Updates):
 
     def _abandon(self, error: _core.WsyncError) -> None:
         """Leaves an incomplete version to the next update, which removes it."""
+        if self._deltas is not None:  # an engine's copy may be half changed
+            self._deltas.kept = None
         self._requests.abandon(error)
 
     def _write(self, weights: Weights | None, report: Report) -> Path:
@@ -250,7 +284,15 @@ class DiskSync(Updates):
         sources = _core.BufferTable.of(self._bind(weights, report))
         self._describe(report)
         with report.phase("begin"):
-            folder = self._from_first(lambda: self._begin(report.version))
+            base = self._agree_on_base()
+            folder = self._from_first(lambda: self._begin(report.version, base))
+        if self._deltas is None or base is None:
+            self._write_all(sources, folder, report)
+        else:
+            self._write_changes(self._deltas, sources, folder, report)
+        return folder
+
+    def _write_all(self, sources: _core.BufferTable, folder: Path, report: Report) -> None:
         bar = self._progress(report, self._writer.nbytes, unit="B", unit_scale=True)
         pace = _Pace(self._group.gather_json)
         threads = ThreadPoolExecutor(self.options.threads or 1, "wsync-files")
@@ -267,23 +309,99 @@ class DiskSync(Updates):
             except BaseException:  # no further write begins
                 threads.shutdown(cancel_futures=True)
                 raise
-        return folder
+        if self._deltas is not None:
+            with report.phase("keep"):
+                for _ in self._deltas.keep(sources):
+                    pace.step()
+                pace.end()
 
-    def _begin(self, version: str) -> Path:
-        """Makes a folder with files of full size, their headers and the index."""
-        folder = self._versions.begin(version)
-        files = self._arrangement
-        for number, (name, size) in enumerate(zip(files.names, files.sizes, strict=True)):
+    def _write_changes(
+        self, deltas: Deltas, sources: _core.BufferTable, folder: Path, report: Report
+    ) -> None:
+        group, pace = self._group, _Pace(self._group.gather_json)
+        with report.phase("compare"):
+            bar = self._progress(report, deltas.nbytes, unit="B", unit_scale=True)
+            with bar:
+                for nbytes in deltas.compare(sources, folder):
+                    bar.update(nbytes)
+                    pace.step()
+                pace.end()
+            for _ in deltas.join(group.gather_json(deltas.rows), folder):
+                pace.step()
+            pace.end()
+        with report.phase("save"):
+            names = group.gather_json(deltas.names)
+            writers = [rank for rank, its in enumerate(names) if its]
+            files = {
+                rank: f"model-{number:05d}-of-{len(writers):05d}.safetensors"
+                for number, rank in enumerate(writers, 1)
+            }
+            nbytes = deltas.save(folder, files.get(group.rank, ""))
+            written = group.gather_json([nbytes, deltas.changed])
+            report.delivered_nbytes, report.changed_nbytes = map(sum, zip(*written, strict=True))
+            report.rounds = len(writers)
+            if group.rank == 0:
+                from wsync.checkpoints.deltas import index
+
+                text = index(report.version, number_of(folder), {files[r]: names[r] for r in files})
+                with system_calls(folder):
+                    (folder / INDEX).write_bytes(text)
+
+    def _make_deltas(self, dealt: Sequence[Sequence[Owned]]) -> Deltas:
+        try:
+            from wsync.checkpoints.deltas import Deltas
+        except ImportError as error:
+            raise _core.UnsupportedError(f"delta: {error}: pip install numpy zstandard") from error
+        return Deltas(self._layout, dealt, self._group.rank, self._arrangement, self._all_threads)
+
+    def _agree_on_base(self) -> int | None:
+        """The number of the version before, if the next one holds only changes; None if the next
+        one is whole.  The same on all ranks."""
+        deltas = self._deltas
+        if deltas is None:
+            return None
+        if self._group.rank == 0 and deltas.kept is not None:
+            numbers = range(self._whole, deltas.kept + 1)
+            if len(numbers) > self._most or not self._versions.follow(numbers):
+                deltas.kept = None
+        said: list[int | None] = self._group.gather_json(deltas.kept)
+        deltas.kept = None  # until this version is complete
+        return said[0] if len(set(said)) == 1 else None
+
+    def _begin(self, version: str, base: int | None) -> Path:
+        """Makes a folder; if the version is whole, with files of full size, their headers and the
+        index."""
+        if base is not None:
+            return self._versions.begin(str(base + 1), changes=True)
+        number = None
+        if self._deltas is not None:
+            number = self._whole = max(int(time.time()), self._versions.last + 1)
+        folder, files = self._versions.begin(str(number or version)), self._arrangement
+        for name, size, header in zip(files.names, files.sizes, files.headers, strict=True):
             with system_calls(folder / name), open(folder / name, "wb") as file:
                 _core.reserve_file(str(folder / name), file.fileno(), size)
-                file.write(files.headers[number])
+                file.write(header)
         with system_calls(folder / INDEX):
-            (folder / INDEX).write_bytes(files.index(version))
+            (folder / INDEX).write_bytes(files.index(version, number))
         return folder
+
+    def _pull(self, number: int) -> None:
+        """Makes the hosts of all engines fetch a version; engines go on generating."""
+        deadline, folders = Deadline(self.options.deadline), [self._local, self._versions.root]
+        folder, source = map(str, folders)
+
+        def pull(_: int, engine: Any) -> None:
+            told = {"folder": folder, "source": source, "number": number}
+            engine.handle.pull_weights(**told, timeout=deadline.left)
+
+        if self._group.rank == 0:
+            self._requests.ask(pull, deadline.left + LATER_SECONDS, self._group.check)
+        self._group.confirm()
 
     def _load(self, path: str, version: str) -> None:
         """Makes all engines load a version; none continues before all have loaded it."""
         deadline = Deadline(self.options.deadline)
+        path = path if self._deltas is None or self._local is None else self._local
 
         def load(_: int, engine: Any) -> None:
             self._requests.stop(engine, deadline)
@@ -292,10 +410,9 @@ class DiskSync(Updates):
         self._requests.take_on(load, deadline, self._group.check)
 
     def _describe(self, report: Report) -> None:
-        nbytes = sum(place.nbytes for place in self._arrangement.places.values())
         report.tensors = self._model.tensor_count
         report.model_nbytes = self._model.nbytes
-        report.delivered_nbytes = report.needed_nbytes = nbytes
+        report.delivered_nbytes = report.needed_nbytes = self._arrangement.nbytes
         report.rounds = len(self._arrangement.names)
         report.workers = sum(engine.workers for engine in self._requests.engines)
         report.exchange = "disk"
@@ -316,6 +433,19 @@ def _check_engine(engine: EngineHandle, pause_mode: str, timeout: float) -> None
         raise _core.UnsupportedError(
             f"engine {engine.name}: drafts tokens with another model, {draft}, and SGLang would "
             "load the files into both: use wsync.connect, which does not update the draft"
+        )
+
+
+def _check_pulls(engine: Any, local: str | None, timeout: float) -> None:
+    """Raises an error if an engine cannot fetch versions with changes."""
+    if not (hasattr(engine, "pulls") and engine.pulls(timeout)):
+        raise _core.UnsupportedError(
+            f"engine {engine.name}: it has no /pull_weights (slime's SGLang has): use DiskSync "
+            "without delta"
+        )
+    if local is None:
+        raise _core.InvalidArgumentError(
+            "delta: give local_folder=, where each engine's host keeps its copy of the checkpoint"
         )
 
 

@@ -31,7 +31,9 @@ class Report:
         commit   workers commit; engines take the version and continue
 
     An update of a `DiskSync` has quantise, begin (make files of full size), write, sync (to the
-    disk), publish, engines (stop, load the files, take the version and continue).
+    disk), publish, engines (stop, load the files, take the version and continue).  With `delta` it
+    has keep (copy a whole version) or, instead of write and sync, compare and save; and pull, in
+    which engines fetch the version while they generate.
 
     `paused` is, for each engine, the seconds from the request to pause until it generates again, on
     rank 0.  `staged` says whether the rounds came before the pause (see `Sync.stage`): then the
@@ -41,8 +43,10 @@ class Report:
     stop and to empty its cache, as rank 0 saw it.  Engines stop and empty their caches together,
     during other phases.
 
-    `delivered_nbytes` is the sum over all workers.  `redundancy` is delivered bytes divided by the
-    bytes that the workers need, in the trainer's dtype.
+    `delivered_nbytes` is the sum over all workers, or of the files that a `DiskSync` has written.
+    `redundancy` is delivered bytes divided by the bytes that the workers need, in the trainer's
+    dtype.  `changed_nbytes` counts the bytes that differ from the version before, if that was
+    compared (`delta` of a `DiskSync`); None if it was not.
     `image_nbytes` is this rank's memory for codes and scales, with Options.quantise.
     `quantised_nbytes` counts the weights that all ranks quantise, in the trainer's dtype;
     `repeated_nbytes` is the part that several ranks quantise, because they hold the same elements.
@@ -67,6 +71,7 @@ class Report:
     delivered_nbytes: int = 0
     needed_nbytes: int = 0
     sent_nbytes: int = 0
+    changed_nbytes: int | None = None
     image_nbytes: int = 0
     quantised_nbytes: int = 0
     repeated_nbytes: int = 0
@@ -105,7 +110,15 @@ class Report:
             f"{self.delivered_nbytes:,} bytes to {counted(self.workers, 'worker')} in "
             f"{self.seconds:.3f} s ({self._learning()}{self._paused()}{speed}, "
             f"{counted(self.rounds, 'round')}, redundancy {self.redundancy:.2f})"
-        ) + "".join((self._in_place(), self._quantised(), self._own_loading(), self._lost()))
+        ) + "".join(
+            (
+                self._in_place(),
+                self._changed(),
+                self._quantised(),
+                self._own_loading(),
+                self._lost(),
+            )
+        )
 
     def _paused(self) -> str:
         staged = "staged, " if self.staged else ""
@@ -118,6 +131,11 @@ class Report:
 
     def _in_place(self) -> str:
         return ", read in place" * any(path.startswith("direct") for path in self.paths.values())
+
+    def _changed(self) -> str:
+        if self.changed_nbytes is None:
+            return ""
+        return f", {self.changed_nbytes:,} of {self.needed_nbytes:,} bytes changed"
 
     def _own_loading(self) -> str:
         if not self.own_loading:
@@ -172,6 +190,9 @@ class Report:
             names += ["image_nbytes", "quantised_nbytes", "repeated_nbytes"]
         for name in names:
             flat[f"wsync/{name}"] = float(getattr(self, name))
+        if self.changed_nbytes is not None:
+            flat["wsync/changed_nbytes"] = float(self.changed_nbytes)
+            flat["perf/update_weights_density"] = self.changed_nbytes / self.needed_nbytes
         flat["wsync/engines_lost"] = float(len(self.lost))
         for path in self.paths.values():
             name = f"wsync/engines_by_{path.replace(' ', '_')}"

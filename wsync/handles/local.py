@@ -50,6 +50,10 @@ class LocalHandle(ApiHandle):
             return {"weight_version": self._call("get_weight_version", timeout)}
         return found
 
+    def pulls(self, timeout: float) -> bool:
+        """Whether the engine has pull_weights."""
+        return self._method("pull_weights") is not None
+
     def _method(self, name: str) -> Any:
         """Returns the engine's method of this name; None if it has none."""
         return getattr(self._engine, name, None)

@@ -263,6 +263,16 @@ class ApiHandle(ABC):
         arguments = {"model_path": path, **_version(weight_version)}
         self._do("update_weights_from_disk", arguments, deadline.left)
 
+    def pull_weights(self, *, folder: str, source: str, number: int, timeout: float) -> None:
+        """Makes each host of an engine bring its own copy of a checkpoint up to a version.  SGLang
+        has this with slime's patch docker/patch/latest/sglang-pull_weights.patch.
+
+        folder: of the copy.  source: the folder of versions.  number: in the version's name.
+        """
+        told = {"local_checkpoint_dir": folder, "source_dir": source, "target_version": number}
+        method = "pull_weights"
+        check_answer(self.name, method, self._call(method, timeout, **told))
+
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> None:
         """Calls another of SGLang's update methods."""
         if method == "update_weights_from_distributed":

@@ -128,6 +128,10 @@ class HttpHandle(ApiHandle):
         answer = json_or_text(text)
         return answer if status == 200 and isinstance(answer, dict) else engine_text(text)
 
+    def pulls(self, timeout: float) -> bool:
+        """Whether the server has the endpoint pull_weights, which answers GET with status 405."""
+        return self.request("GET", "/pull_weights", None, timeout)[0] != 404
+
     def hint(self, status: int) -> str:
         """A possible cause of a status: a missing key, or a URL with a path, which OpenAI's clients
         need."""

@@ -265,11 +265,14 @@ class EngineRequests:
 
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
         end = Deadline(deadline.left + LATER_SECONDS)
-        self._handover = self._start(hand_over)
-        self._handover.join(end.left, check)
+        self.ask(hand_over, end.left, check)
         between()
-        self._handover = self._start(resume)
-        self._handover.join(end.left, check)
+        self.ask(resume, end.left, check)
+
+    def ask(self, call: Call, timeout: float, check: Check) -> None:
+        """Calls a function with the index and the handle of each engine, and waits for all."""
+        self._handover = self._start(call)
+        self._handover.join(timeout, check)
         self._handover = NO_CALLS
 
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
