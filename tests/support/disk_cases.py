@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from support import hf_reference, megatron_cpu
+from support import delta_reader, hf_reference, megatron_cpu
 from support.errors import error_of
 from support.update_cases import compare, slime_arguments, trainer_and_engine
 
@@ -93,6 +93,41 @@ def update_twice(
     written = [0] * dist.get_world_size()
     dist.all_gather_object(written, sync._writer.nbytes)
     return {"wrong": wrong, "written": written, **report.facts()}
+
+
+def write_changes(
+    config: Any, parallel: megatron_cpu.Parallel, folder: str, dtype: str | None
+) -> dict[str, Any]:
+    """A whole version and two with changes; what differs in a host's copy of them."""
+    wrong: list[str] = []
+    versions, copy = Path(folder, "versions"), Path(folder, "copy")
+    with megatron_cpu.on_cpu(), megatron_cpu.groups(parallel):
+        trainer = megatron_cpu.build(config, parallel)
+        trainer.randomize(1)
+        layout = megatron.layout(trainer.chunks, config)
+        with DiskSync(layout, folder=versions, dtype=dtype, delta=True, options=OPTIONS) as sync:
+            first = 0
+            for step in range(3):
+                report = sync.update()
+                expected = hf_reference.hf_state_dict(trainer.chunks, config)
+                if dtype is not None:
+                    expected = {n: t.to(getattr(torch, dtype)) for n, t in expected.items()}
+                if dist.get_rank() == 0:
+                    first = first or int(newest(versions).name.removeprefix("weight_v"))
+                    delta_reader.pull(copy, versions, first + step)
+                    wrong += differences(in_files(copy), expected)
+                dist.barrier()
+                for name, tensor in megatron_cpu.named_weights(trainer.chunks):
+                    if not name.endswith("norm.weight"):  # a few stay as they are
+                        tensor.data.view(-1)[step::97] *= -1
+    last = delta_reader.folder(versions, first + 2)
+    return {
+        **report.facts(),
+        "wrong": wrong,
+        "first": first,
+        "versions": sorted(path.name for path in versions.glob("weight_v*")),
+        "files": sorted(path.name for path in last.glob("*")),
+    }
 
 
 written: list[str] = []
