@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import shutil
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import delta_reader, disk_cases
@@ -19,6 +24,8 @@ from test_disk import stored, visible
 from test_handles import FakeServer, server
 
 import wsync
+from wsync.checkpoints import deltas
+from wsync.checkpoints.safetensors_layout import Place
 from wsync.disk import DiskSync, newest
 
 __all__ = ["server"]
@@ -114,6 +121,32 @@ def test_ranks_write_tensors_together(name: str, ranks: Ranks, tmp_path: Path) -
     for facts in found:
         assert 0 < facts["changed_nbytes"] == first["changed_nbytes"] < facts["model_nbytes"] / 50
         assert facts["delivered_nbytes"] < facts["model_nbytes"] / 2
+
+
+def test_parts_of_a_checksum_add_up() -> None:
+    """Also of boxes that take every step-th index, as some families cut their tensors."""
+    draw = random.Random(1)
+    for _ in range(200):
+        shape = tuple(draw.choice([1, 2, 6, 12]) for _ in range(draw.randint(1, 4)))
+        data = np.random.default_rng(draw.randint(0, 99)).bytes(2 * math.prod(shape))
+        tensor = np.frombuffer(data, np.uint16).reshape(shape)
+        cuts = [draw.choice([c for c in (1, 2, 3) if size % c == 0]) for size in shape]
+        steps = tuple(draw.choice([1, cut]) for cut in cuts)
+        found, whole = np.zeros(2, int), np.zeros(len(data), np.uint8)
+        for index in itertools.product(*map(range, cuts)):
+            extent = tuple(size // cut for size, cut in zip(shape, cuts, strict=True))
+            start = tuple(
+                i if step > 1 else i * size
+                for i, step, size in zip(index, steps, extent, strict=True)
+            )
+            slices = (slice(a, a + n * s, s) for a, n, s in zip(start, extent, steps, strict=True))
+            part = tensor[tuple(slices)].tobytes()
+            box = deltas._Box(("t", (start, extent), steps), Place("bfloat16", shape, 0, 0), True)
+            found += box.add_up(np.frombuffer(part, np.uint8))
+            box.put(np.frombuffer(part, np.uint8), whole)
+        assert whole.tobytes() == data
+        low, high = (int(number) % 65521 for number in found + np.array([1, len(data)]))
+        assert high << 16 | low == zlib.adler32(data)
 
 
 def test_a_whole_version_follows_so_that_late_hosts_fetch_less(tmp_path: Path) -> None:
