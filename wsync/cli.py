@@ -14,7 +14,10 @@ _COMMANDS = {
         "wsync.demo.cpu_server",
         "start SGLang's or vLLM's server on the CPU, with a small model",
     ),
-    "inspect": ("wsync.inspection", "show which weights each worker of an engine keeps"),
+    "inspect": (
+        "wsync.inspection",
+        "show versions of engines, lost engines, and what workers keep",
+    ),
     "families": ("wsync.families.registry", "list the model families of Megatron trainers"),
     "doctor": ("wsync.doctor", "list what wsync finds on this machine, and what is missing"),
 }

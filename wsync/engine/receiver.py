@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
@@ -162,6 +163,7 @@ class Receiver:
             "loader": type(self._loader).__name__,
             "rounds": self._rounds,
             "ring_nbytes": self._ring_nbytes,
+            "verified": self.state.verified,
             **self._loader.facts(),
         }
         try:
@@ -248,6 +250,7 @@ class Receiver:
         found |= {} if comparison is None else comparison.facts()
         blob = json.dumps(found).encode()
         connect(message.answer, blob, timeout, loader.device).close()
+        self.state.verified = {"at": time.time(), "current": True, **found}
         manifest = Layout.from_bytes(importer.manifest)
         return Receipt(manifest.tensor_count, manifest.shard_nbytes)
 

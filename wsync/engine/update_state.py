@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 from wsync._core import StateError
 
@@ -32,6 +32,8 @@ class UpdateState:
     reason: why the weights are inconsistent; "" if they are consistent.
     update: number of the last update that was committed by a control message; None if there is
     none.
+    verified: what the last comparison of the weights found (see wsync.inspection.EngineReport);
+    None if they were never compared.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class UpdateState:
         self.consistent = True
         self.reason = ""
         self.update: int | None = None
+        self.verified: dict[str, Any] | None = None
         self._busy = threading.Lock()
         self._session = ""  # that delivered the weights
         self._unnamed = ""
@@ -66,6 +69,7 @@ class UpdateState:
     def lose(self, why: str) -> None:
         """Records that the weights are no longer those of one update."""
         self.consistent, self.reason = False, f"the weights are inconsistent: {why}"
+        self._outdate()
 
     def commit(self, session: str, number: int) -> None:
         """Records that an update has replaced every weight.  Its closing message is yet to come."""
@@ -89,6 +93,7 @@ class UpdateState:
     def bucket_loaded(self, version: str | None) -> None:
         """Records that a part of the weights was loaded without an update.  As in SGLang, the last
         part has a version, and that becomes the version of all weights."""
+        self._outdate()
         if version is not None:
             self.rename(version)
             self._whole()
@@ -111,6 +116,10 @@ class UpdateState:
         """Sets the version of the weights."""
         self.weight_version = UNKNOWN_VERSION if version is None else version
         self._unnamed = ""
+
+    def _outdate(self) -> None:
+        if self.verified is not None:
+            self.verified["current"] = False
 
     def _whole(self, session: str = "") -> None:
         self._session, self.reason = session, ""
