@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from wsync import _core
 from wsync.families.registry import TOGETHER
@@ -74,6 +74,15 @@ def chosen(known: Mapping[str, _T], names: Sequence[str]) -> list[_T]:
     return [known[name] for name in names]
 
 
+class Members(NamedTuple):
+    """Ranks that meet in a store of their own, and not in a process group of the trainer.  store: a
+    torch.distributed.Store.  rank: of this process.  size: the number of ranks."""
+
+    store: Any
+    rank: int
+    size: int
+
+
 @dataclass(frozen=True)
 class TrainerLayout:
     """The layout of one trainer rank, and access to its current tensors.
@@ -93,7 +102,7 @@ class TrainerLayout:
     made_from: _core.TensorTable
     rank: int = 0
     ranks: int = 1
-    group: ProcessGroup | None = None
+    group: ProcessGroup | Members | None = None
     pick: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] | None = None
     other_names: Mapping[str, str] = field(default_factory=dict)
     widened: Collection[str] = ()

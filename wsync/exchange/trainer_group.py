@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from wsync import _core
 from wsync.exchange.polled_collectives import Collectives, first_line
+from wsync.layout import Members
 from wsync.machine.daemon_threads import WorkerThread, result
 from wsync.machine.deadline import POLL_SECONDS, VERDICT_SECONDS, Check, Deadline, seconds
 from wsync.machine.error_text import error_text
@@ -54,7 +55,7 @@ class TrainerGroup:
     `collectives` is None if nothing is communicated.
 
     Args:
-        group: the ranks that take part.  None stands for the default group.
+        group: the ranks that take part.  None stands for the default process group.
         timeout: seconds after which a collective has failed.
         meeting: a name that all ranks know; only ranks that give the same name meet.
 
@@ -64,7 +65,7 @@ class TrainerGroup:
     """
 
     def __init__(
-        self, group: ProcessGroup | None = None, *, timeout: float, meeting: str = ""
+        self, group: ProcessGroup | Members | None = None, *, timeout: float, meeting: str = ""
     ) -> None:
         self.timeout = timeout
         self.closed = False
@@ -76,15 +77,20 @@ class TrainerGroup:
         self.rank, self.size = 0, 1
         self.name, self.hosts = secrets.token_hex(8), [host_identity()]
         self._pids = [os.getpid()]
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        store: Any
+        if isinstance(group, Members):
+            store, self.rank, self.size = group
+            members = [*range(self.size)]
+        elif dist.is_available() and dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         if self.size == 1:
             return
-        members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._thread = WorkerThread("wsync-store")
         try:
-            joining = self._thread.submit(functools.partial(self._join, list(members), meeting))
+            join = functools.partial(self._join, store, list(members), meeting)
+            joining = self._thread.submit(join)
             gloo, self._store, self.name = _result(joining, timeout + _MORE_SECONDS)
             whole = f"{self.size} trainer ranks"
             self.collectives = Collectives(
@@ -97,11 +103,10 @@ class TrainerGroup:
             self.close()
             raise
 
-    def _join(self, members: list[int], meeting: str) -> tuple[Any, Any, str]:
+    def _join(self, store: Any, members: list[int], meeting: str) -> tuple[Any, Any, str]:
         """Meets the other ranks and connects to them.  Returns (gloo group, store of this group
         only, name)."""
         # only a clone gets this timeout: the trainer's calls need the default, minutes long
-        store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         store.set_timeout(timedelta(seconds=self.timeout))
         where = hashlib.sha256(repr((members, meeting)).encode()).hexdigest()[:16]

@@ -56,20 +56,22 @@ class Store:
 
     Made directly, so that torchrun's environment (TORCHELASTIC_USE_AGENT_STORE) has no effect.
     `close` ends every wait of the members that still use it.
+
+    server: the torch.distributed.TCPStore; None once this is closed.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._server: Any = _c10d.TCPStore(
+        self.server: Any = _c10d.TCPStore(
             "localhost",
             0,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )
-        self.port = int(self._server.port)
+        self.port = int(self.server.port)
 
     def close(self) -> None:
-        self._server = None
+        self.server = None
 
 
 @dataclass(frozen=True)
