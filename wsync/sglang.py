@@ -21,7 +21,7 @@ from wsync.engine.comparison import Comparison
 from wsync.engine.drafts import with_drafts
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.receiver import Receiver, refuse
-from wsync.engine.ring_loaders import OnWeightsLost, ignore_loss
+from wsync.engine.ring_loaders import Held, OnWeightsLost, ignore_loss
 from wsync.machine.daemon_threads import WorkerThread, result
 from wsync.machine.deadline import Deadline
 from wsync.messages import payload
@@ -120,7 +120,7 @@ def _answer_in_thread(
     model: Any, receiver: Receiver, own: list[tuple[str, Any]], message: Control
 ) -> None:
     """Answers in a pipeline stage, which passes a request on when this returns.  All stages take
-    part in an update together, so this returns at once from an opening message."""
+    part in an update together, or fill an engine together.  So this returns at once then."""
     with _lock:
         thread = vars(model).get(_THREAD)
         if thread is None:
@@ -134,7 +134,7 @@ def _answer_in_thread(
             _answer(receiver, own)
 
     answered = thread.submit(answer)
-    if message.op != "open":
+    if message.op not in ("open", "send"):
         late = f"update {message.update} of this connection has not ended"
         result(answered, Deadline(message.deadline), bool, late)
 
@@ -203,6 +203,11 @@ class SglangLoader(RecordedLoader):
         if reason := rewritten(self._module) or self.stale():
             raise StateError(reason)
         return super().comparison(timeout)
+
+    def held(self) -> Held:
+        if reason := rewritten(self._module):  # as in `comparison`
+            raise StateError(reason)
+        return super().held()
 
     def check_delivered(self, lacking: Mapping[str, int], unused: Sequence[str] = ()) -> None:
         for name in self._drafts:

@@ -20,7 +20,7 @@ from wsync._core import (
     host,
 )
 from wsync.engine.ahead import Ahead
-from wsync.engine.ring_loaders import Loader, Receipt
+from wsync.engine.ring_loaders import Held, Loader, Receipt
 from wsync.engine.update_state import UpdateState
 from wsync.machine.device import await_torch, settle
 from wsync.machine.error_text import error_text
@@ -109,6 +109,8 @@ class Receiver:
                     return self._open(message)
                 if message.op == "close":
                     return self._close(message, None if version is None else str(version))
+                if message.op == "send":
+                    return self._send(message)
                 return self._inspect(message)
         except WsyncError as error:
             return refused(self._worker, error)
@@ -172,6 +174,20 @@ class Receiver:
         except Exception as error:
             return refused(self._worker, error)
         return True, "inspected"
+
+    def _send(self, message: Control) -> tuple[bool, str]:
+        """Fills another engine, together with the other workers."""
+        from wsync.engine.sending import send  # with all that a trainer rank needs
+
+        def look() -> tuple[Held, str]:
+            self.state.check_whole()
+            return self._loader.held(), self.state.weight_version
+
+        try:
+            send(message, self._worker, look)
+        except Exception as error:
+            return refused(self._worker, error)
+        return True, "sent"
 
     def _open(self, message: Control) -> tuple[bool, str]:
         if self._session == message.session and message.update <= self._opened:

@@ -24,7 +24,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,14 @@ from wsync._core import (
     WsyncError,
 )
 from wsync.engine.comparison import Comparison
-from wsync.engine.destination import Destination, LoadTarget, NamedPlaces, named_tensors
+from wsync.engine.destination import (
+    Destination,
+    LoadTarget,
+    NamedPlaces,
+    aliases,
+    named_tensors,
+    state_of,
+)
 from wsync.engine.post_load import in_place
 from wsync.machine import device
 from wsync.machine.error_text import error_text
@@ -69,6 +76,18 @@ class Receipt:
     tensors: int
     nbytes: int
     audit_ns: int = 0
+
+
+class Held(NamedTuple):
+    """The boxes that a worker holds of a model's tensors.
+
+    layout: the boxes; those of buffers without a tensor are not held.  tensors, names: the worker's
+    tensor behind each buffer, and its name.
+    """
+
+    layout: Layout
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[str]
 
 
 class RingManifest:
@@ -202,6 +221,15 @@ class Loader:
             StateError: nothing can be compared; the text says why.
         """
         raise StateError(f"all tensors go through load_weights ({type(self).__name__})")
+
+    def held(self) -> Held:
+        """Returns what the worker holds, from which another engine can be filled.
+
+        Raises:
+            StateError: the loader does not know it; the text says why.
+            UnsupportedError: the worker does not hold some tensors as they were delivered.
+        """
+        raise StateError(f"{type(self).__name__} does not know where load_weights puts tensors")
 
     def facts(self) -> dict[str, Any]:
         """Returns what the loader has learnt, for JSON; see wsync.inspection."""
@@ -354,6 +382,10 @@ class LayoutLoader(RoutedLoader):
     def comparison(self, timeout: float) -> Comparison:
         return self._comparison(self._layout, self._places().tensors, timeout)
 
+    def held(self) -> Held:
+        target = self._places()
+        return Held(self._layout, target.tensors, target.names)
+
     def _places(self) -> Destination:
         target = Destination(self._layout, self._tensors)
         if (place := target.table.differs(self._form)) is not None:
@@ -396,6 +428,11 @@ class ModuleLoader(RoutedLoader):
     def comparison(self, timeout: float) -> Comparison:
         found = named_tensors(self._module, self._attached().shapes)
         return self._comparison(found.layout(), found.tensors[: found.count], timeout)
+
+    def held(self) -> Held:
+        state = state_of(self._module)
+        found = named_tensors(self._module, {n: tuple(state[n].shape) for n, *_ in aliases(state)})
+        return Held(found.layout(), found.tensors, found.names)
 
 
 class _Copies(list[tuple[str, torch.Tensor]]):
@@ -527,6 +564,9 @@ class ChoosingLoader(Loader):
 
     def comparison(self, timeout: float) -> Comparison:
         return self._chosen.comparison(timeout)
+
+    def held(self) -> Held:
+        return self._chosen.held()
 
     def abandon(self) -> None:
         self._chosen.abandon()

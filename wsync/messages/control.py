@@ -9,6 +9,8 @@ wsync.messages.payload.control).  Its bytes are one JSON object:
      "ahead": "rounds"}
     {"protocol": 3, "op": "inspect", "session": "0", "address": "<token>@<path>", "update": 0,
      "deadline": 60.0}
+    {"protocol": 3, "op": "send", "session": "0", "address": "<host>:<port>", "update": 0,
+     "deadline": 60.0, "orders": {...}}
 
 `open` makes the worker take part in update number `update`; the worker answers when that update has
 been committed or has failed.  In an SGLang engine with pipeline stages it answers at once, because
@@ -18,12 +20,13 @@ what it has found (see wsync.verification), and no `close` follows.  `close` giv
 version of the request around it.  It is refused unless the weights are those of that session's
 update number `update`.  `ahead` says what the session then brings of the next update before its
 `open`.  `inspect` makes the worker connect; its first message says in JSON what it keeps (see
-wsync.inspection).
+wsync.inspection).  `send` makes the worker fill another engine, together with the other workers
+(see wsync.engine.sending); the address is that of a torch.distributed.TCPStore.
 """
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from wsync._core import ProtocolError
 
@@ -90,13 +93,15 @@ class Learnt:
 class Control:
     """One control message.
 
-    op: "open", "close" or "inspect".  session: hex id of the session between one trainer rank and
-    this worker.  update: number of the update.  deadline: seconds that the worker may wait for any
-    one event.  address: where the other side listens; "" in a close.  It is the address of a
-    `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.  ahead:
-    in an update's last message, what the session brings of the next update before its `open`.
+    op: "open", "close", "inspect" or "send".  session: hex id of the session between one trainer
+    rank and this worker.  update: number of the update.  deadline: seconds that the worker may wait
+    for any one event.  address: where the other side listens; "" in a close.  It is the address of
+    a `wsync._core.Exporter`, or of a `wsync.messages.tcp_channel.Listener` for another host.
+    ahead: in an update's last message, what the session brings of the next update before its
+    `open`.
     drafts: in an open, how many models that draft tokens with layers of the engine's model are
     updated with it.  answer: in an open that only compares, the address for what the worker finds.
+    orders: in a send, see wsync.engine.sending.
     """
 
     op: str
@@ -107,9 +112,10 @@ class Control:
     ahead: str = NOTHING
     drafts: int = 0
     answer: str = ""
+    orders: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.op not in ("open", "close", "inspect"):
+        if self.op not in ("open", "close", "inspect", "send"):
             raise ProtocolError(f"control message: unknown op {self.op!r:.80}")
 
     def to_bytes(self) -> bytes:

@@ -20,13 +20,13 @@ from typing import Any, Final
 
 import torch
 
-from wsync._core import Layout, RemoteError, UnsupportedError
+from wsync._core import Layout, RemoteError, StateError, UnsupportedError
 from wsync.checkpoints.hub_cache import folder_of
 from wsync.engine.learn.recorded_loader import RecordedLoader
 from wsync.engine.learn.replay_loader import LearntModule
 from wsync.engine.post_load import run_in_place
 from wsync.engine.receiver import Receiver, refused
-from wsync.engine.ring_loaders import CallingLoader, ChoosingLoader, OnWeightsLost, Receipt
+from wsync.engine.ring_loaders import CallingLoader, ChoosingLoader, Held, OnWeightsLost, Receipt
 from wsync.messages.control import WHOLE
 from wsync.module_tensors import checksum_of, same_bytes
 from wsync.module_tensors.names import listed
@@ -237,6 +237,11 @@ class VllmLoader(ChoosingLoader):
         if self._chosen is self.recorded:
             return self.recorded.own_loading
         return f"all tensors, by vLLM's layerwise reload: {self.reason}"
+
+    def held(self) -> Held:
+        if self._chosen is not self.recorded:
+            raise StateError(f"load_weights gets {self.own_loading}")
+        return super().held()
 
     def facts(self) -> dict[str, Any]:
         facts = self.recorded.facts()

@@ -21,6 +21,7 @@ from wsync.engine.post_load import in_place, run_in_place
 from wsync.engine.ring_loaders import (
     CallingLoader,
     ChoosingLoader,
+    Held,
     Loader,
     LoadWeights,
     OnWeightsLost,
@@ -249,6 +250,13 @@ class RecordedLoader(ChoosingLoader):
         except _core.StateError:
             self._model = []  # the next update learns it anew
             raise
+
+    def held(self) -> Held:
+        if self.learnt is None:
+            raise _core.StateError(f"nothing was learnt: {self.reason or _NOT_ASKED}")
+        if change := self.stale():
+            raise has_changed(type(self._module).__name__, change)
+        return super().held()
 
     def finish(self, timeout: float) -> Receipt:
         receipt = super().finish(timeout)

@@ -18,16 +18,17 @@ from wsync._core import (
     LayoutError,
     StateError,
     Stream,
+    UnsupportedError,
     describe,
 )
 from wsync.boxes import contiguous_strides
 from wsync.engine.comparison import Comparison
 from wsync.engine.learn.load_targets import LoadTargets, has_changed
 from wsync.engine.post_load import in_place
-from wsync.engine.ring_loaders import LoadWeights, OnWeightsLost, Receipt, RoutedLoader
+from wsync.engine.ring_loaders import Held, LoadWeights, OnWeightsLost, Receipt, RoutedLoader
 from wsync.module_tensors import name_of, same_bytes
 from wsync.module_tensors.held import Bound
-from wsync.module_tensors.names import is_note
+from wsync.module_tensors.names import is_note, listed
 from wsync.probing.audit import Audit, AuditError
 from wsync.probing.codes import kind_of
 from wsync.probing.learn import LearntLoad
@@ -135,6 +136,16 @@ class ReplayLoader(RoutedLoader):
         found = self._comparison(self.layout, [tensors[n] for n in self.used], timeout)
         found.compare_copies(self._learnt.does.copies, tensors)
         return found
+
+    def held(self) -> Held:
+        twice = {*self._learnt.same_place.values()}
+        if lacking := [s.name for s in self._staged_sources if s.name not in twice]:
+            raise UnsupportedError(
+                f"{listed(lacking)}: this worker does not hold it as it was delivered, because "
+                "load_weights computes with it"
+            )
+        tensors = _Filling(self).tensors
+        return Held(self.layout, [tensors[number] for number in self.used], self.used_paths)
 
     def check(self) -> _Filling:
         """Returns the tensors that an update fills.
