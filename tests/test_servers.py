@@ -143,6 +143,26 @@ def test_every_byte_is_that_of_a_reload(served: tuple[Server, Pair], way: str) -
     assert not report.unused
 
 
+@pytest.mark.slow
+def test_a_server_is_filled_from_one_of_another_size(
+    served: tuple[Server, Pair], servers: Nursery, tmp_path: Path
+) -> None:
+    server, (first, second) = served
+    options = wsync.Options(deadline=PATIENCE, progress=False)
+    with Server(servers, first, tmp_path / "log", tp=3 - server.workers) as joiner:
+        wanted = reloaded(joiner, second)
+        reloaded(joiner, first)
+        reloaded(server, first)
+        with pytest.raises(wsync.StateError, match="nothing was learnt"):
+            wsync.copy_weights(joiner.url, server.url, options=options)
+        with connect(server, second.weights) as sync:
+            sync.update(version="sideways")
+        wsync.copy_weights(server.url, joiner.url, options=options)
+        assert checksums(joiner) == wanted
+        check(joiner, second, "sideways")
+        check(server, second, "sideways")
+
+
 def test_every_byte_is_that_of_a_reload_from_the_disk(
     served: tuple[Server, Pair], tmp_path: Path
 ) -> None:

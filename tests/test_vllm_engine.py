@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.fronts import served
 from support.vllm_engine import VllmEngine
+from support.weights_only_engine import ProcessEngine
 
 import wsync
 from wsync import inspection
 from wsync.disk import DiskSync
 from wsync.handles.vllm import VllmHandle
+from wsync.module_tensors import same_bytes
 from wsync.vllm import WorkerExtension, register
 
 OPTIONS = wsync.Options(deadline=30, progress=False, round_nbytes=1 << 15, ring_nbytes=1 << 16)
@@ -83,6 +87,24 @@ def test_a_remote_engine_is_sent_what_its_workers_keep(engine: VllmEngine) -> No
     assert engine.collective_rpc("places") == places
     assert wsync.handle(engine).model_info(5)["weight_version"] == "2"
     assert [worker["consistent"] for worker in inspection.look(engine).workers] == [True, True]
+
+
+def test_its_workers_fill_another_engine(engine: VllmEngine) -> None:
+    engine.prepare("qwen3_moe", ep=2)
+    with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+        sync.update(engine.weights(1), version="first")
+    with ProcessEngine(engine.checkpoint) as joiner, served(joiner) as front:
+        wsync.copy_weights(engine, front.url, options=OPTIONS)
+        found, wanted = joiner.weights(), engine.weights(1)
+        assert found.keys() == wanted.keys()
+        assert [name for name in found if not same_bytes(found[name], wanted[name])] == []
+        assert joiner.weight_version == "first"
+        engine.prepare("qwen3", shuffled="model.layers.1.mlp.down_proj")
+        with wsync.connect(engine.weights(0), engines=[engine], options=OPTIONS) as sync:
+            sync.update()
+        text = "load_weights gets all tensors, by vLLM's layerwise reload: model.layers.1.mlp.down"
+        with pytest.raises(wsync.StateError, match=re.escape(text)):
+            wsync.copy_weights(engine, front.url, options=OPTIONS)
 
 
 def test_what_is_shuffled_after_loading_goes_through_vllms_own_reload(engine: VllmEngine) -> None:

@@ -25,6 +25,7 @@ from wsync._core import WsyncError as WsyncError
 from wsync._core import __version__ as __version__
 from wsync.bucket import FlattenedTensorBucket as FlattenedTensorBucket
 from wsync.bucket import FlattenedTensorMetadata as FlattenedTensorMetadata
+from wsync.copying import copy_weights as copy_weights
 from wsync.disk import DiskSync as DiskSync
 from wsync.handles.base import EngineHandle as EngineHandle
 from wsync.handles.base import handle as handle

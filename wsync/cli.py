@@ -18,6 +18,7 @@ _COMMANDS = {
         "wsync.inspection",
         "show versions of engines, lost engines, and what workers keep",
     ),
+    "copy": ("wsync.copying", "fill an engine from a running one, without a trainer"),
     "families": ("wsync.families.registry", "list the model families of Megatron trainers"),
     "doctor": ("wsync.doctor", "list what wsync finds on this machine, and what is missing"),
 }

@@ -32,11 +32,11 @@ from typing import Any, Final
 from wsync import _core
 from wsync.handles.answers import stages_of
 from wsync.handles.base import EngineHandle, handle, how_started
-from wsync.handles.worker_facts import worker_facts
+from wsync.handles.worker_facts import obstacle, worker_facts
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import LATER_SECONDS, Deadline, check_seconds, seconds
 from wsync.machine.host import is_elsewhere
-from wsync.messages.control import LOAD_FORMAT, UPDATING
+from wsync.messages.control import UPDATING
 from wsync.module_tensors.names import listed
 
 _HEADS: Final = ("worker", "model", "tensors", "bytes kept", "rounds", "ring bytes")
@@ -198,13 +198,9 @@ def _version(engine: EngineHandle, timeout: float) -> str | None:
 
 def _described(engine: EngineHandle, version: str | None, deadline: Deadline) -> EngineReport:
     """A report without the workers' answers.  unasked: why they cannot be asked."""
-    started, unasked = how_started(engine, deadline.left), ""
-    if LOAD_FORMAT not in engine.load_formats:
-        unasked = f"does not run wsync's loader; its load formats are {engine.load_formats}"
-    elif started.get("speculative_algorithm") not in (None, "", "NGRAM"):
-        unasked = "drafts tokens: each question would make SGLang process the draft's weights again"
+    started = how_started(engine, deadline.left)
     count = engine.workers * stages_of(started)
-    return EngineReport(engine.name, version, [], unasked, count)
+    return EngineReport(engine.name, version, [], obstacle(engine, started), count)
 
 
 def _row(said: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from wsync.handles.base import EngineHandle, how_started, send_control
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.daemon_threads import result, start
 from wsync.machine.deadline import Deadline
-from wsync.messages.control import Control
+from wsync.messages.control import LOAD_FORMAT, Control
 
 
 def worker_facts(
@@ -54,3 +55,12 @@ def worker_facts(
             raise _core.DeadlineError(late) from None
         result(asking, deadline, bool, late)
     return sorted(said, key=lambda worker: int(worker["worker"]))
+
+
+def obstacle(engine: EngineHandle, started: Mapping[str, Any]) -> str:
+    """Says why the workers of an engine with these arguments cannot be asked; "" if they can."""
+    if LOAD_FORMAT not in engine.load_formats:
+        return f"does not run wsync's loader; its load formats are {engine.load_formats}"
+    if started.get("speculative_algorithm") not in (None, "", "NGRAM"):
+        return "drafts tokens: each question would make SGLang process the draft's weights again"
+    return ""
