@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import requests
 import torch
-from support import guide
+from support import fronts, guide
 from support.server_models import PATIENCE, PROMPT, Checkpoint, checkpoint, eagle3, predicting
 from support.server_phases import before
 from support.servers import Fresh, everyday, packages
@@ -30,11 +30,13 @@ from support.sglang_server import (
     Server,
     plain_environment,
 )
+from support.weights_only_engine import ProcessEngine
 from support.wrong_names import WRONG
 
 import wsync
 from wsync.handles.sglang_http import HttpHandle
 from wsync.inspection import look
+from wsync.module_tensors import same_bytes
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 TOKENS = 12
@@ -258,6 +260,13 @@ def test_tensors_reach_every_pipeline_stage(servers: Nursery, tmp_path: Path) ->
         kept = [{each["name"] for each in worker["tensors"]} for worker in said]
         assert [each["worker"] for each in said] == [0, 1]
         assert kept[0] ^ kept[1] == second.weights.keys()  # not tied
+        shapes = {name: (each.shape, each.dtype) for name, each in first.weights.items()}
+        options = wsync.Options(deadline=PATIENCE, progress=False)
+        with ProcessEngine(shapes) as joiner, fronts.served(joiner) as front:
+            wsync.copy_weights(server.url, front.url, options=options)
+            found = joiner.weights()
+            assert all(same_bytes(found[n], each) for n, each in first.weights.items())
+            assert joiner.weight_version == "3"
         with connect(server, second.weights, **near) as sync:
             sync.update()
             (last,) = (pid for pid, name in server.processes().items() if "PP1" in name)
