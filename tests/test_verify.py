@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ring": {"delivery": "wsync", "round_nbytes": 1024, "ring_nbytes": 4096},
     "direct": {"delivery": "direct"},
     "gloo": {"delivery": "distributed", "round_nbytes": 1024, "ring_nbytes": 4096},
+    "staged": {"delivery": "wsync", "stage": "on"},
 }
 
 
@@ -237,32 +238,71 @@ def test_there_must_be_something_to_compare_through() -> None:
         assert verify(sync, engine)
 
 
-@pytest.mark.parametrize(("wanted", "seen"), [("first", [1]), ("always", [1, 2]), ("never", [])])
-def test_updates_are_verified_if_that_is_wanted(wanted: str, seen: list[int]) -> None:
+CHOICES = [
+    ("ring", "first", [1]),
+    ("ring", "never", []),
+    ("direct", "always", [1, 2, 3]),
+    ("gloo", "always", [1, 2, 3]),
+    ("staged", "always", [1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("way", "wanted", "seen"), CHOICES)
+def test_updates_are_verified_before_engines_continue(
+    way: str, wanted: str, seen: list[int]
+) -> None:
     engine, weights = Engine(module := Fused()), fused.draw(1)
-    resume, spoils = engine.resume, [False]
-
-    def spoil(timeout: float) -> None:
-        resume(timeout)
-        if spoils[0] and engine.modes[-1] == "abort":
-            module.norm.data[2] += 1
-
-    engine.resume = spoil  # type: ignore[method-assign]
     with (
         contextlib.closing(engine),
-        wsync.connect(weights, [engine], options=options(verify=wanted)) as sync,
+        wsync.connect(weights, [engine], options=options(verify=wanted, **WAYS[way])) as sync,
     ):
-        for number in (1, 2):
-            spoils[0] = True
-            with contextlib.ExitStack() as stack:
-                if number in seen:
-                    text = r"after this update, engine threads: worker 0: .* in norm\[2\]"
-                    stack.enter_context(pytest.raises(wsync.StateError, match=text))
-                sync.update()
+        for number in (1, 2, 3):
+            report = sync.update()
+            assert bool(report.verification) == (number in seen) == ("verified" in str(report))
             assert not engine.paused
-            if wanted == "first":
-                spoils[0] = False
-                sync.update()
+        assert report.staged == (way == "staged")
+        sync.stage()
+        assert bool(sync.commit().verification) == (wanted == "always" and way != "staged")
+    if not seen:
+        return
+    with wsync.connect(weights, [engine], options=options(verify=wanted, **WAYS[way])) as sync:
+        spoil(sync, lambda: module.norm.data[2].add_(1))
+        text = r"after this update, engine threads: worker 0: other values in norm\[2\]"
+        with pytest.raises(wsync.StateError, match=text):
+            sync.update()
+        assert engine.paused
+        assert sync.update().verification
+        assert not engine.paused
+
+
+def spoil(sync: wsync.Sync, fault: Callable[[], object]) -> None:
+    """Makes a fault happen once, when engines get the version."""
+    requests: Any = sync._requests
+    close = requests.close
+
+    def spoilt(*arguments: Any, **named: Any) -> None:
+        close(*arguments, **named)
+        fault()
+        del requests.close
+
+    requests.close = spoilt
+
+
+def test_an_engine_with_other_weights_is_lost() -> None:
+    engines, weights = [Engine(Fused()), Engine(Fused())], fused.draw(1)
+    engines[1].name = "other"
+    with (
+        contextlib.closing(engines[0]),
+        contextlib.closing(engines[1]),
+        wsync.connect(weights, engines, options=options(verify="first")) as sync,
+    ):
+        spoil(sync, lambda: engines[1].modules[0].norm.data[2].add_(1))
+        report = sync.update()
+        (reason,) = report.lost.values()
+        assert "other values in norm[2]" in reason
+        assert reason.endswith("it stays paused")
+        assert [engine.paused for engine in engines] == [False, True]
+        assert [*sync.update().lost] == [*report.lost]
 
 
 def test_boxes_in_steps_and_computed_elements_are_compared() -> None:

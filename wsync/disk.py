@@ -31,7 +31,7 @@ from wsync.checkpoints.safetensors_layout import (
 from wsync.checkpoints.versions import Versions, newest, number_of
 from wsync.handles.answers import ignores_pause, other_draft
 from wsync.handles.base import EngineHandle, control_only, handles_of, how_started
-from wsync.machine.deadline import LATER_SECONDS, Deadline
+from wsync.machine.deadline import Deadline
 from wsync.module_tensors.names import weight_of
 from wsync.options import Options
 from wsync.quantise.config import (
@@ -395,7 +395,7 @@ class DiskSync(Updates):
             engine.handle.pull_weights(**told, timeout=deadline.left)
 
         if self._group.rank == 0:
-            self._requests.ask(pull, deadline.left + LATER_SECONDS, self._group.check)
+            self._requests.ask(pull, deadline, self._group.check)
         self._group.confirm()
 
     def _load(self, path: str, version: str) -> None:
@@ -407,7 +407,8 @@ class DiskSync(Updates):
             self._requests.stop(engine, deadline)
             engine.update_weights_from_disk(path, weight_version=version, timeout=deadline.left)
 
-        self._requests.take_on(load, deadline, self._group.check)
+        self._requests.hand_over(load, deadline, self._group.check)
+        self._requests.resume(deadline, self._group.check)
 
     def _describe(self, report: Report) -> None:
         report.tensors = self._model.tensor_count

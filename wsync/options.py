@@ -122,9 +122,10 @@ class Options:
             answer.  "raise": the error is raised, as `commit` always does.  wsync.verl and slime's
             classes use "raise" unless their options say otherwise; with args.use_fault_tolerance,
             slime's classes use "continue".
-        verify: whether `Sync.update` calls `Sync.verify` with the same weights when it has
-            succeeded: "never", "always", or after the "first" update of each connection.  Engines
-            have continued by then.  A StateError names the tensors if any differ.
+        verify: which updates workers compare with the trainer's weights, as in `Sync.verify`,
+            before engines continue: the "first" of each connection, "always" all, or "never".  If
+            tensors differ, a StateError names them, and the engine stays paused.  What `stage` has
+            sent is not verified, because the trainer's weights may have changed since.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wsync.machine.trace import Stretch, Trace
+
+if TYPE_CHECKING:
+    from wsync.verification import Verification
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Report:
         copy     this rank's copies run: before a round that is sent as a bucket, and at the end
         prepare  workers hold every byte: first this rank's workers, then all ranks'
         commit   workers commit; engines take the version and continue
+        verify   workers compare their weights with the trainer's (with Options.verify); before
+                 engines continue
 
     An update of a `DiskSync` has quantise, begin (make files of full size), write, sync (to the
     disk), publish, engines (stop, load the files, take the version and continue).  With `delta` it
@@ -57,6 +62,7 @@ class Report:
     "gloo" (one of torch's groups), "direct" (the trainer's own memory), "direct and ring" (both),
     "stock buckets", "stock broadcast" or "disk".  `exchange` says what carried the bytes between
     trainer ranks: "none", "shared", "nccl", "gloo" or "disk".
+    `verification` is what Options.verify has found; None if this update was not verified.
     `lost` says for each engine that the update went without, why (see Options.lost).
     `own_loading` says for each engine with wsync's receiver which tensors its workers load by the
     engine's own load_weights, and why.  `learning_seconds` is the time that workers took to learn
@@ -94,6 +100,7 @@ class Report:
     engine_pause_seconds: float = 0.0
     engine_flush_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         self.trace: Trace = Trace()  # not a field: `facts` leaves it out
@@ -116,6 +123,7 @@ class Report:
                 self._changed(),
                 self._quantised(),
                 self._own_loading(),
+                self._verified(),
                 self._lost(),
             )
         )
@@ -141,6 +149,11 @@ class Report:
         if not self.own_loading:
             return ""
         return f", own load_weights in {', '.join(sorted(self.own_loading))} (see own_loading)"
+
+    def _verified(self) -> str:
+        if self.verification is None:
+            return ""
+        return ", verified" if self.verification else ", verified in part (see verification)"
 
     def _lost(self) -> str:
         return f", without {', '.join(sorted(self.lost))} (see lost)" if self.lost else ""

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wsync import _core
 from wsync.handles.base import EngineHandle
+from wsync.machine.deadline import Deadline
 from wsync.machine.device import KnownMemory, of
 from wsync.machine.trace import Trace
 from wsync.messages.control import CHANGED
@@ -122,37 +124,10 @@ class Sync(Updates):
                 rebalancing of experts, this call itself connects anew and tries once more.
         """
         with self._running("update"):
-            report = self._repeat(lambda report: self._try(report, version, weights))
+            report = self._repeat(self._update, version, weights)
+            self._end(report)
         report.trace.write(self._updates)
-        self._prove(weights)
         return report
-
-    def _prove(self, weights: Weights | Callable[[], Weights] | None) -> None:
-        """Verifies an update, if that is wanted."""
-        wanted = self.options.verify
-        if wanted == "never" or (wanted == "first" and self._proved):
-            return
-        try:
-            found = self.verify(weights)
-        except _core.WsyncError as error:
-            if self.options.lost == "raise":
-                raise
-            _log.warning("wsync: the update has succeeded, but was not verified: %s", error)
-            return
-        if found.differences:
-            raise _core.StateError(f"after this update, {found.differences}")
-        self._proved = True
-
-    def _try(
-        self,
-        report: Report,
-        version: int | str | None,
-        weights: Weights | Callable[[], Weights] | None,
-    ) -> None:
-        with self._reaching(report, version, weights):
-            report.trace = self._trace.anew()
-            self._update(self._given(weights), report)
-        self._end(report)
 
     @contextlib.contextmanager
     def _reaching(
@@ -172,23 +147,29 @@ class Sync(Updates):
                 self._generation = number
             yield
 
-    def _look(self) -> tuple[int, dict[str, str]]:
-        """The number of the fleet's generation that this rank knows, and lost engines."""
-        if self._group.rank != 0:
-            return self._generation, {}
-        if self._beginning:
-            self._beginning = False
+    def _look(self) -> tuple[int, int, dict[str, str]]:
+        """The number of the fleet's generation that this rank knows; on rank 0 the fleet's own, and
+        lost engines."""
+        if self._group.rank == 0 and self._beginning:
             self._fleet.begin()
-        return self._fleet.generation, self._fleet.lost
+        self._beginning = False
+        return self._generation, self._fleet.generation, self._fleet.lost
 
-    def _repeat(self, attempt: Callable[[Report], None]) -> Report:
+    def _repeat(
+        self,
+        attempt: Callable[[Weights | None, Report], None],
+        version: int | str | None,
+        weights: Weights | Callable[[], Weights] | None,
+    ) -> Report:
         """Makes attempts until one succeeds, or until another cannot help.  All ranks make the same
         attempts.  Returns the report, which all attempts fill in."""
         report, first, number = Report(), "", 1
         self._beginning = True
         while True:
             try:
-                attempt(report)
+                with self._reaching(report, version, weights):
+                    report.trace = self._trace.anew()
+                    attempt(self._given(weights), report)
                 return report
             except _core.WsyncError as error:
                 if not self._may_repeat(error, number):
@@ -261,24 +242,15 @@ class Sync(Updates):
             WsyncError: as in `update`.  Engines continue with the weights that they have.
         """
         with self._running("stage"):
-            self._repeat(lambda report: self._stage(report, version, weights))
+            self._repeat(self._stage, version, weights)
             assert self._staged is not None
             return self._staged[2]
 
-    def _stage(
-        self,
-        report: Report,
-        version: int | str | None,
-        weights: Weights | Callable[[], Weights] | None,
-    ) -> None:
-        with self._reaching(report, version, weights):
-            report.trace = self._trace.anew()
-            given = self._given(weights)
-            if brought := self._stages:
-                with self._group.watching(self._watch):
-                    self._bring(given, report)
-                given = None
-            self._staged = report, given, brought
+    def _stage(self, weights: Weights | None, report: Report) -> None:
+        if brought := self._stages:
+            with self._group.watching(self._watch):
+                self._bring(weights, report)
+        self._staged = report, None if brought else weights, brought
 
     def commit(self) -> Report:
         """Puts a staged update in place: engines pause, copy it into their weights, and continue
@@ -340,42 +312,52 @@ class Sync(Updates):
         """
         report = Report()
         with self._running("verify"), self._attempt(report, None, weights):
-            workers = self._compare(self._given(weights), report)
+            with self._group.watching(self._watch):
+                _, sources = self._share(self._given(weights), report)
+                connection = self._connection
+                if connection is None and self._receiving:
+                    raise _core.StateError(
+                        "verify: call update first: no update has been made, or none since an "
+                        "error or since the weights have moved to other memory"
+                    )
+                self._requests.hold({engine.name for engine in self._receiving})
+            found = self._compare(connection, sources, report)
+            self._resume()
+        return dataclasses.replace(found, paused=self._requests.pauses)
+
+    @property
+    def _receiving(self) -> list[RolloutEngine]:
+        """The engines with wsync's receiver."""
+        return self._roster.taking(Delivery.WSYNC) + self._roster.taking(Delivery.REMOTE)
+
+    def _compare(
+        self, connection: Connection | None, sources: _core.BufferTable, report: Report
+    ) -> Verification:
+        """Makes workers of paused engines compare their weights."""
+        begin, workers = time.perf_counter(), list[dict[str, Any]]()
+        if connection is not None and self._receiving:
+            with self._group.watching(self._watch):
+                connection.describe(report)
+                connection.compare()
+                self._open(connection, report)
+                with self._progress(
+                    report, report.rounds, doing=": comparing", unit="round"
+                ) as bar:
+                    messages = connection.start(self._updates, sources, report)
+                    connection.run(sources, messages, report, bar)
+                workers = connection.compared()
+                connection.prepared(report)
+            with self._group.watching(self._watch_failures):
+                self._group.barrier()
+            connection.commit()
+            self._requests.answered(self._group.check)
+            self._still_there(connection)
         none = [found for found in workers if found["uncompared"] and not found["tensors"]]
         unread = {found["engine"]: found["uncompared"] for found in none}
         unread |= {name: f"lost: {why}" for name, why in self._lost.items()}
         for delivery in (Delivery.STOCK, Delivery.BROADCAST):
             unread |= {e.name: f"it takes {delivery.words}" for e in self._roster.taking(delivery)}
-        return Verification(workers, unread, report.seconds, self._requests.pauses)
-
-    def _compare(self, weights: Weights | None, report: Report) -> list[dict[str, Any]]:
-        """Makes workers compare their weights; returns what each has found."""
-        if not any(map(self._roster.taking, (Delivery.WSYNC, Delivery.REMOTE))):
-            return []
-        with self._group.watching(self._watch):
-            _, sources = self._share(weights, report)
-            connection = self._connection
-            if connection is None:
-                raise _core.StateError(
-                    "verify: call update first: no update has been made, or none since an error or "
-                    "since the weights have moved to other memory"
-                )
-            connection.describe(report)
-            connection.compare()
-            reading = self._roster.taking(Delivery.WSYNC) + self._roster.taking(Delivery.REMOTE)
-            self._requests.hold({engine.name for engine in reading})
-            self._open(connection, report)
-            with self._progress(report, report.rounds, doing=": comparing", unit="round") as bar:
-                messages = connection.start(self._updates, sources, report)
-                connection.run(sources, messages, report, bar)
-            workers = connection.compared()
-            connection.prepared(report)
-        with self._group.watching(self._watch_failures):
-            self._group.barrier()
-        connection.commit()
-        self._close_requests(connection, report.version)
-        self._group.confirm()
-        return workers
+        return Verification(workers, unread, time.perf_counter() - begin)
 
     @property
     def ways(self) -> dict[str, list[str]]:
@@ -437,13 +419,17 @@ class Sync(Updates):
         return self._connection is not None and self._connection.staged
 
     def _update(self, weights: Weights | None, report: Report, *, brought: bool = False) -> None:
+        sources = None
         with self._group.watching(self._watch):
             if brought and self._connection is not None:
                 self._connection.look()  # before anybody pauses
                 self._group.confirm()
+                connection = self._place(report)
             elif self._stages:
-                self._bring(weights, report)
-            connection = self._place(report) if self._stages else self._deliver(weights, report)
+                sources = self._bring(weights, report)
+                connection = self._place(report)
+            else:
+                connection, sources = self._deliver(weights, report)
             with report.phase("prepare"):
                 connection.prepared(report)
         with report.phase("prepare"), self._group.watching(self._watch_failures):
@@ -451,10 +437,29 @@ class Sync(Updates):
         with report.phase("commit"):
             connection.commit()
             self._use_up_version()
-            self._close_requests(connection, report.version)
-            self._group.confirm()
+            self._requests.answered(self._group.check)
+            # a worker may fail after the commit without its engine knowing
+            self._still_there(connection)
+            self._requests.close(report.version, self._group.check, ahead=connection.ahead)
+            self._still_there(connection)
+        if sources is not None:  # else the weights may have changed since
+            self._prove(connection, sources, report)
+        with report.phase("commit"):
+            self._resume()
 
-    def _bring(self, weights: Weights | None, report: Report) -> None:
+    def _prove(self, connection: Connection, sources: _core.BufferTable, report: Report) -> None:
+        """Verifies an update, if that is wanted; called before engines continue."""
+        wanted = self.options.verify
+        if wanted == "never" or (wanted == "first" and self._proved):
+            return
+        self._updates += 1
+        with report.phase("verify"):
+            found = self._compare(connection, sources, Report(report.version))
+        if found.differences:
+            raise _core.StateError(f"after this update, {found.differences}")
+        self._proved, report.verification = True, found
+
+    def _bring(self, weights: Weights | None, report: Report) -> _core.BufferTable:
         """Brings all rounds to workers that keep them beside their weights."""
         connection = self._connection
         assert connection is not None
@@ -465,6 +470,7 @@ class Sync(Updates):
             messages = connection.start(self._updates, sources, report)
             connection.run(sources, messages, report, bar)
         self._group.confirm()
+        return sources
 
     def _place(self, report: Report) -> Connection:
         """Makes the workers copy these rounds into their weights."""
@@ -473,7 +479,9 @@ class Sync(Updates):
         self._open(self._connection, report)
         return self._connection
 
-    def _deliver(self, weights: Weights | None, report: Report) -> Connection:
+    def _deliver(
+        self, weights: Weights | None, report: Report
+    ) -> tuple[Connection, _core.BufferTable]:
         """Brings the workers of this rank every byte while their engines are paused."""
         table, sources = self._share(weights, report)  # before engines are asked for anything
         former, messages = self._connection, None
@@ -504,7 +512,7 @@ class Sync(Updates):
             if ahead:
                 self._open(connection, report)
             connection.run(sources, messages, report, bar)
-        return connection
+        return connection, sources
 
     def _share(
         self, weights: Weights | None, report: Report
@@ -574,17 +582,16 @@ class Sync(Updates):
         if self._connection is not None:
             self._connection.look()
 
-    def _close_requests(self, connection: Connection, version: str) -> None:
-        """Ends the opening requests, records the version, and lets generation go on."""
+    def _still_there(self, connection: Connection) -> None:
+        """Looks at all ranks' workers before engines get a version, and before any continues."""
+        self._group.barrier()
+        connection.look()
+        self._group.barrier()
 
-        def still_there() -> None:
-            # A worker may fail after the commit without its engine knowing, and an engine may have
-            # been restarted: look before engines get the version, and before any continues.
-            self._group.barrier()
-            connection.look()
-            self._group.barrier()
-
-        self._requests.close(version, self._group.check, still_there, ahead=connection.ahead)
+    def _resume(self) -> None:
+        """Lets generation go on."""
+        self._requests.resume(Deadline(self.options.deadline), self._group.check)
+        self._group.confirm()
 
     def _abandon(self, error: _core.WsyncError) -> None:
         self._staged = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from wsync.module_tensors.names import listed
@@ -19,13 +19,14 @@ class Verification:
     wholly or in part), "different" (by name of each tensor that differs, the indices of an element)
     and "uncompared" (tensors that were not compared, and why; "" if there are none).
     unread: for each engine of which nothing was compared, the reason.
-    seconds: duration.  paused: by engine, the seconds without generation, on rank 0.
+    seconds: duration.  paused: by engine, the seconds without generation, on rank 0; empty if an
+    update was verified while its engines were paused.
     """
 
     workers: Sequence[Mapping[str, Any]]
     unread: Mapping[str, str]
-    seconds: float
-    paused: Mapping[str, float]
+    seconds: float = 0.0
+    paused: Mapping[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return not (self.unread or self.differences)

@@ -16,6 +16,7 @@ from typing import Any
 
 from wsync.sync import Sync
 from wsync.trainer.lending import Lending
+from wsync.trainer.requests import EngineRequests
 from wsync.trainer.sessions.worker import WorkerSession
 
 # where a trainer rank is in each phase: just before it calls
@@ -27,7 +28,7 @@ TRAINER: dict[str, tuple[type, str]] = {
     "done": (WorkerSession, "wait"),
     "prepared": (WorkerSession, "prepared"),
     "commit": (WorkerSession, "commit"),
-    "close": (Sync, "_close_requests"),
+    "close": (EngineRequests, "answered"),
 }
 
 SLACK_NBYTES = 4 << 20  # per process: what an allocator may keep

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,13 +53,15 @@ def fail_once(alone: bool) -> dict[str, Any]:
             patch.setattr(updates_base, "_MEET_SECONDS", 2.0)
         if alone and dist.get_rank() == 0:
             sync: Any = updater._sync
-            attempt = sync._try
+            reaching = sync._reaching
 
-            def late(*arguments: Any) -> None:
-                attempt(*arguments)
+            @contextlib.contextmanager
+            def late(*arguments: Any) -> Iterator[None]:
+                with reaching(*arguments):
+                    yield
                 raise wsync.DeadlineError("rank 0 has missed the end")
 
-            patch.setattr(sync, "_try", late)
+            patch.setattr(sync, "_reaching", late)
         error = error_of(updater.update_weights)
     updater.disconnect_rollout_engines()
     return {"error": error, "version": updater.weight_version}

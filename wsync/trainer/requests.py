@@ -225,32 +225,29 @@ class EngineRequests:
         else:
             self._opened.check_pending(self._early)
 
-    def close(self, version: str, check: Check, between: Check, *, ahead: str = NOTHING) -> None:
-        """Waits for the opening requests, gives engines the version, and lets them continue.
-        `between` is called before any engine gets the version, and again before any continues.
-        ahead: what of the next update comes before its opening requests."""
-        deadline = Deadline(self._options.deadline)
-        self._opened.join(deadline.left, check)
+    def answered(self, check: Check) -> None:
+        """Waits for the answers to the opening requests."""
+        self._opened.join(self._options.deadline, check)
         self._opened = NO_CALLS
-        between()
+
+    def close(self, version: str, check: Check, *, ahead: str = NOTHING) -> None:
+        """Ends the update for its workers, and gives all engines the version.  ahead: what of the
+        next update comes before its opening requests."""
+        deadline = Deadline(self._options.deadline)
 
         def close(index: int, engine: Any) -> None:
-            # workers that compare have loaded nothing
-            opened = [each for each in self._messages.get(index, ()) if not each.answer]
             closing: Any = {"op": "close", "address": "", "ahead": ahead}
+            opened = self._messages.get(index, ())
             if messages := [dataclasses.replace(each, **closing) for each in opened]:
                 send_control(engine, messages, weight_version=version, timeout=deadline.left)
 
-        self.take_on(close, deadline, check, between)
+        self.hand_over(close, deadline, check)
 
-    def take_on(
-        self, deliver: Call, deadline: Deadline, check: Check, between: Check = bool
-    ) -> None:
-        """Gives all engines a weight version; no paused engine continues before all have it.
+    def hand_over(self, deliver: Call, deadline: Deadline, check: Check) -> None:
+        """Gives all engines a weight version.
 
-        deliver(index, engine) gives one engine the version.  `check` is called while this waits;
-        `between` is called when all engines have the version.  Raises the errors of these
-        functions, or DeadlineError.
+        deliver(index, engine) gives one engine the version.  `check` is called while this waits.
+        Raises the errors of these functions, or DeadlineError.
         """
 
         def hand_over(index: int, engine: Any) -> None:
@@ -259,20 +256,22 @@ class EngineRequests:
                 engine.verify(deadline.left)
                 self.effect.look(engine.handle, deadline.left, after=True)
 
+        self.ask(hand_over, deadline, check)
+
+    def resume(self, deadline: Deadline, check: Check) -> None:
+        """Lets all paused engines continue."""
+
         def resume(_: int, engine: Any) -> None:
             if engine.stopped:
                 engine.resume(deadline.left)
 
-        # the other ranks wait meanwhile, so this has to end before the exchange deadline
-        end = Deadline(deadline.left + LATER_SECONDS)
-        self.ask(hand_over, end.left, check)
-        between()
-        self.ask(resume, end.left, check)
+        self.ask(resume, deadline, check)
 
-    def ask(self, call: Call, timeout: float, check: Check) -> None:
+    def ask(self, call: Call, deadline: Deadline, check: Check) -> None:
         """Calls a function with the index and the handle of each engine, and waits for all."""
         self._handover = self._start(call)
-        self._handover.join(timeout, check)
+        # the other ranks wait meanwhile, so this has to end before the exchange deadline
+        self._handover.join(deadline.left + LATER_SECONDS, check)
         self._handover = NO_CALLS
 
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:

@@ -239,13 +239,14 @@ class Updates(abc.ABC):
         report: Report,
         version: int | str | None,
         weights: object,
-        look: Callable[[], tuple[int, dict[str, str]]] = lambda: (0, {}),
+        look: Callable[[], tuple[int, int, dict[str, str]]] = lambda: (0, 0, {}),
     ) -> Iterator[bool]:
         """Wraps one attempt at an update, or its first part, in which ranks agree.  Yields whether
-        all ranks know the same engines.
+        all ranks know rank 0's engines.
 
-        weights: what the caller gave.  look: returns a number that changes with the engines that
-        this rank knows, and on rank 0 the engines that the update goes without, with reasons."""
+        weights: what the caller gave.  look: returns a number of the engines that this rank knows;
+        on rank 0 also the number of those that the update reaches, and the engines that it goes
+        without, with reasons."""
         self._updates += 1  # first: what follows may fail on this rank only
         self._renew()
         with self._one_error(report):
@@ -265,9 +266,9 @@ class Updates(abc.ABC):
                 self._log_update(report)
 
     def _agree(
-        self, version: object, given: bool | None, engines: int, lost: dict[str, str]
+        self, version: object, given: bool | None, known: int, newest: int, lost: dict[str, str]
     ) -> tuple[str, bool, dict[str, str]]:
-        """Returns the version of an update, whether all ranks know the same engines, and rank 0's
+        """Returns the version of an update, whether all ranks know rank 0's engines, and rank 0's
         lost engines; the same on all ranks.  If a rank gives no version, it is one more than the
         last version of any rank, because some rank may have missed the end of the last update.
 
@@ -280,8 +281,9 @@ class Updates(abc.ABC):
                 version, so that one of them may be in another step than the others.
         """
         text = None if version is None else version_text(version)
-        told = self._group.gather_json([self.version, text, given, self._updates, engines, lost])
-        counts, texts, givens, called, fleets, losts = zip(*told, strict=True)
+        mine = [self.version, text, given, self._updates, known, newest, lost]
+        told = self._group.gather_json(mine)
+        counts, texts, givens, called, fleets, (newest, *_), losts = zip(*told, strict=True)
         if None in texts and len(set(called)) > 1:
             raise _core.StateError(
                 f"trainer ranks have called update() different numbers of times ({list(called)}, "
@@ -297,7 +299,7 @@ class Updates(abc.ABC):
                 f"{givens.index(False)} does not"
             )
         self._updates = max(called)
-        return meant[0], len(set(fleets)) == 1, losts[0]
+        return meant[0], {*fleets} == {newest}, losts[0]
 
     def _log_update(self, report: Report) -> None:
         """Logs one line for each update.  Warns once of anything that makes updates slower."""
