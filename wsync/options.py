@@ -150,7 +150,7 @@ class Options:
     quantise: Mapping[str, Any] | str | None = field(default=None, hash=False)
     retry: bool = True
     lost: str = "continue"
-    verify: str = "never"
+    verify: str = "first"
     progress: bool | None = None
 
     def __post_init__(self) -> None:

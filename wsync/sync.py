@@ -126,7 +126,7 @@ class Sync(Updates):
         with self._running("update"):
             report = self._repeat(self._update, version, weights)
             self._end(report)
-        report.trace.write(self._updates)
+        report.trace.write()
         return report
 
     @contextlib.contextmanager
@@ -168,7 +168,7 @@ class Sync(Updates):
         while True:
             try:
                 with self._reaching(report, version, weights):
-                    report.trace = self._trace.anew()
+                    report.trace = self._trace.anew(self._updates)
                     attempt(self._given(weights), report)
                 return report
             except _core.WsyncError as error:
@@ -269,7 +269,7 @@ class Sync(Updates):
             with self._one_error(report):
                 self._update(given, report, brought=brought)
             self._end(report)
-        report.trace.write(self._updates)
+        report.trace.write()
         return report
 
     @contextlib.contextmanager
@@ -434,25 +434,26 @@ class Sync(Updates):
                 connection.prepared(report)
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
+        wanted = self.options.verify
+        # what was staged is not verified, because the trainer's weights may have changed since
+        proves = wanted == "always" or (wanted == "first" and not self._proved)
+        proves &= sources is not None
         with report.phase("commit"):
-            connection.commit()
+            connection.commit(park=not proves)
             self._use_up_version()
             self._requests.answered(self._group.check)
             # a worker may fail after the commit without its engine knowing
             self._still_there(connection)
             self._requests.close(report.version, self._group.check, ahead=connection.ahead)
             self._still_there(connection)
-        if sources is not None:  # else the weights may have changed since
+        if sources is not None and proves:
             self._prove(connection, sources, report)
         with report.phase("commit"):
             self._resume()
 
     def _prove(self, connection: Connection, sources: _core.BufferTable, report: Report) -> None:
-        """Verifies an update, if that is wanted; called before engines continue."""
-        wanted = self.options.verify
-        if wanted == "never" or (wanted == "first" and self._proved):
-            return
-        self._updates += 1
+        """Verifies an update before its engines continue."""
+        self._updates += 1  # workers take a second request with the same number for a repeated one
         with report.phase("verify"):
             found = self._compare(connection, sources, Report(report.version))
         if found.differences:

@@ -23,7 +23,12 @@ import wsync
 from wsync._core import Exporter, LayoutBuilder
 
 OPTIONS = wsync.Options(
-    deadline=60.0, progress=False, round_nbytes=1 << 13, ring_nbytes=1 << 14, flush_cache=False
+    deadline=60.0,
+    progress=False,
+    round_nbytes=1 << 13,
+    ring_nbytes=1 << 14,
+    flush_cache=False,
+    verify="never",
 )
 CODES = {"wait": 0, "exit": 3, "raise": 1}
 

@@ -111,7 +111,7 @@ class Connection:
             wanted = options.stock_memory == "gpu" or (options.stock_memory == "auto" and its_own)
             handle, timeout = engines[worker.engine], options.request_deadline
             return StockSession(number, handle, timeout=timeout, on_gpu=wanted and self._gpu != "")
-        facts: Any = {"engine": engine.name, "index": worker.index, "park": options.park}
+        facts: Any = {"engine": engine.name, "index": worker.index}
         if worker.delivery is Delivery.REMOTE:
             return RemoteSession(number, host=own_address([engine.name]), **facts)
         directory, lending = options.directory, self._lending
@@ -430,15 +430,18 @@ class Connection:
             session.prepared(deadline.left, self._check)
         report.audit_seconds = max((s.audit_seconds for s in self._receivers), default=0.0)
 
-    def commit(self) -> None:
-        deadline = Deadline(self._options.deadline)
+    def commit(self, *, park: bool = True) -> None:
+        """Ends the update for workers.  park: whether to do what Options.park asks for."""
+        deadline, park = Deadline(self._options.deadline), park and self._options.park
         for session in self._receivers:
-            session.commit(deadline.left, self._check)
+            session.commit(deadline.left, self._check, park)
+        if not park:
+            return
         for session in self._receivers:
             session.park(deadline.left, self._check)
-        if self._options.park and self._exchange is not None:
+        if self._exchange is not None:
             self._exchange.park()
-        if self._options.park and self._lending is not None:
+        if self._lending is not None:
             self._lending.release()
 
     def look(self) -> None:

@@ -68,7 +68,6 @@ class WorkerSession:
     Args:
         worker: the worker's number in the plan (see PlanWorker).
         engine, index: the engine's name and the worker's number there, for errors.
-        park: whether the ring's memory is given back between updates.
         lending: the memory that the worker may read in place.
         host: for a remote worker, the address of this host that it can reach.
     """
@@ -86,14 +85,12 @@ class WorkerSession:
         engine: str,
         index: int,
         directory: str | None = None,
-        park: bool = False,
         lending: Lending | None = None,
         host: str = "",
     ) -> None:
         self.worker = worker
         self.name = f"engine {engine}: worker {index}"
         self._naming = _Naming(engine, index)
-        self._park = park
         self.id = secrets.token_hex(8)
         # once accepted: the places of lent memory that the worker can read, its own device first;
         # empty if it reads none
@@ -300,15 +297,13 @@ class WorkerSession:
                 f"{layout.tensor_count} of {layout.shard_nbytes}"
             )
 
-    def commit(self, timeout: float, check: Check) -> None:
+    def commit(self, timeout: float, check: Check, park: bool) -> None:
         with self._naming:
-            self._exporter.commit(timeout, check, self._park)
+            self._exporter.commit(timeout, check, park)
 
     def park(self, timeout: float, check: Check) -> None:
         """Gives the ring's memory back unless a view of it is in use, and waits until the worker
         has unmapped all lent memory.  The update stays committed even if this fails."""
-        if not self._park:
-            return
         try:
             self._exporter.park(timeout, check)
         except (_core.PeerRefusedError, _core.PeerClosedError) as error:
@@ -331,8 +326,7 @@ class WorkerSession:
 class RemoteSession(WorkerSession):
     """A remote worker that runs wsync's receiver: it takes part in the exchange itself.
 
-    host: the address of this host that the worker can reach.  park: whether the exchange gives its
-    memory back between updates; all its ranks do this together.
+    host: the address of this host that the worker can reach.
     """
 
     remote_plan: RemotePlan  # once there is a plan
