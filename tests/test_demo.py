@@ -62,9 +62,8 @@ def living(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "shown", [pytest.param("importing ", marks=pytest.mark.slow), "update 1 of 50: "]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", ["importing ", "update 1 of 50: "])
 def test_ctrl_c_ends_it_without_a_traceback_and_leaves_no_process(shown: str) -> None:
     demo = subprocess.Popen(
         [sys.executable, "-P", "-m", "wsync", "demo", "--updates", "50", "--pp", "1"],

@@ -17,7 +17,8 @@ from wsync.families import registry
 
 SCRIPT = Path(__file__).parent / "support" / "learn_models.py"
 OLD = pytest.param("sglang", "0.5.17", marks=pytest.mark.slow)
-ENGINES = [OLD, ("sglang", NEWEST), ("vllm", "0.33.0")]
+VLLM = pytest.param("vllm", "0.33.0", marks=pytest.mark.slow)
+ENGINES = [OLD, pytest.param("sglang", NEWEST), VLLM]
 FAMILIES = tiny_models.FAMILIES
 SAVED = (*tiny_models.SAVED, *tiny_models.UNKNOWN, "bailing_moe_v2")
 TIED = {"tie_word_embeddings": True}
@@ -123,7 +124,7 @@ def cases_of(engine: str) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(OLD.values, marks=OLD.marks), *ENGINES[1:]],
+    params=[pytest.param(each.values, marks=each.marks) for each in ENGINES],
     ids=lambda values: "-".join(values),
 )
 def learnt(request: pytest.FixtureRequest) -> Learnt:

@@ -67,6 +67,11 @@ SGLANG: dict[tuple[str, Fields, str], str] = {
     ("qwen3_moe", PACKED, "bucket"): "",
 }
 SLOW = {
+    ("qwen3", FP8, "session"),
+    ("deepseek_v3", FP8, "session"),
+    ("qwen3", ZERO, "learnt"),
+    ("qwen3", WHOLE, "learnt"),
+    ("qwen3", PACKED, "session"),
     ("qwen3_moe", FP8, "bucket"),
     ("deepseek_v3", FP8, "bucket"),
     ("deepseek_v3", FP8, "disk"),
@@ -153,6 +158,7 @@ def named(row: tuple[Any, ...]) -> str:
 
 Results = dict[tuple[Any, ...], dict[str, Any]]  # by row
 ANEW = ("deepseek_v3", FP8, "learnt")
+QUICK = [("qwen3", None, FP8), ("qwen3", FP8, None), ("qwen3", FP8, PACKED), ("qwen3", None, INT4)]
 CASES: dict[tuple[Any, ...], dict[str, Any]] = {
     **{row: {"family": row[0], "method": row[1], "path": row[2], "gpu": True} for row in SGLANG},
     **{
@@ -169,7 +175,7 @@ def sglang(request: pytest.FixtureRequest) -> Results:
     """What one process makes of the cases of the tests that run."""
     items: Any = request.session.items
     rows = {item.callspec.params.get("row") for item in items if hasattr(item, "callspec")}
-    cases = {row: case for row, case in CASES.items() if row in rows or row == ANEW}
+    cases = {row: case for row, case in CASES.items() if row in rows}
     results = engine_results(SCRIPT, "sglang", NEWEST, [*cases.values()])
     return dict(zip(cases, results, strict=True))
 
@@ -189,13 +195,23 @@ def test_sglang_holds_what_its_own_loading_gives(sglang: Results, row: tuple[Any
     assert aside != "kv_b_proj" or set(found["fallback"]) == KV_B
 
 
-def test_a_scale_that_the_loader_makes_anew_is_learnt(sglang: Results) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [ANEW], ids=named)
+def test_a_scale_that_the_loader_makes_anew_is_learnt(
+    sglang: Results, row: tuple[Any, ...]
+) -> None:
     """As SGLang does of kv_b_proj without a GPU."""
-    assert sglang[ANEW]["reason"] == ""
-    assert sglang[ANEW]["differing"] == [[], []]
+    assert sglang[row]["reason"] == ""
+    assert sglang[row]["differing"] == [[], []]
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=named)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.slow] * (row[:3] not in QUICK), id=named(row))
+        for row in REFUSED
+    ],
+)
 def test_sglang_is_not_sent_another_form(sglang: Results, row: tuple[Any, ...]) -> None:
     for part in REFUSED[row]:
         assert part in sglang[row].get("error", ""), sglang[row]
@@ -266,6 +282,7 @@ def check_update(engine: VllmEngine, sync: Sync, weights: dict[str, Any], folder
     assert [[n for n in one if not n.endswith("weight_shape")] for one in differing] == [[]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", VLLM, ids=named)
 def test_vllm_holds_what_its_own_loading_gives(
     vllm: VllmEngine, row: tuple[str, Fields], tmp_path: Path
@@ -281,6 +298,7 @@ def test_vllm_holds_what_its_own_loading_gives(
     assert vllm.collective_rpc("places") == places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", UNLIKE, ids=named)
 def test_vllm_is_not_sent_another_form(vllm: VllmEngine, row: Fields, tmp_path: Path) -> None:
     """Its weights stay what they were, and the right ones are taken after that."""
@@ -308,6 +326,7 @@ def weights_of(engine: VllmEngine) -> dict[str, int]:
     return {path: place for path, place in places.items() if path.endswith("weight")}
 
 
+@pytest.mark.slow
 def test_a_vllm_whose_reload_has_failed_takes_the_next_update(vllm: VllmEngine) -> None:
     """Layers that wait for tensors get back the ones that they had."""
     vllm.prepare("qwen3", shuffled="model.layers.0.mlp.gate_up_proj")

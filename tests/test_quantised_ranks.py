@@ -57,6 +57,7 @@ def trainers() -> Iterator[Ranks]:
         started.run(quantised_ranks.stop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_engines_hold_what_their_own_loading_gives(name: str, trainers: Ranks) -> None:
     case = CASES[name]

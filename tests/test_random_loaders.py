@@ -136,7 +136,7 @@ ACTIONS: list[Callable[[Random, random.Random, Tensor, Tensor], Tensor | None]] 
 ]
 
 
-@pytest.mark.parametrize("first", [0, 60, 180])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 60, 180])
 def test_whatever_a_loader_does(first: int) -> None:
     learnt = 0
     for program in range(first, first + PROGRAMS):

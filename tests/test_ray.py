@@ -103,6 +103,7 @@ def test_actors_update_actors(name: str, trainer: Group, engines: list[Any], llm
     trainer.disconnect()
 
 
+@pytest.mark.slow
 def test_an_actor_beside_a_server_is_that_server(config: Any) -> None:
     """As slime's engines are: no weights go through the actor."""
     served = start(Served, config)
@@ -187,6 +188,7 @@ def test_an_engine_that_dies_is_named_and_others_go_on(trainer: Group, engines: 
     trainer.disconnect()
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_rank_dies_is_replaced(
     folder: Path, trainer: Group, engines: list[Any]
 ) -> None:

@@ -117,9 +117,8 @@ def reloaded(server: Server, model: Checkpoint) -> list[dict[str, str]]:
     return checksums(server)
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], pytest.param(["--tp-size", "2"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--tp-size", "2"]])
 def test_a_server_as_users_start_it(tmp_path: Path, arguments: list[str]) -> None:
     environment = plain_environment(packages(NEWEST))
     start, model = Fresh(environment), Checkpoint(tmp_path / guide.MODEL, None, {})
@@ -369,7 +368,8 @@ def test_a_draft_of_another_model_stays_as_it_is(drafting: tuple[Server, Pair], 
             assert changed == (set() if number else before.keys() - drafts)
 
 
-@pytest.mark.parametrize("kind", [NEWEST, pytest.param("sglang0517", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [NEWEST, "sglang0517"])
 def test_a_draft_with_the_models_own_layers_is_updated_with_it(kind: str, tmp_path: Path) -> None:
     """On a CPU, SGLang 0.5.17 tells no checksums, and ends if a draft is given wrong weights."""
     first, second = (predicting(tmp_path / str(seed), seed) for seed in (1, 2))
@@ -399,9 +399,10 @@ def test_files_are_refused_where_they_would_overwrite_a_draft(
     assert checksums(server) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
-    ["state", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dict", "layout"))],
+    ["state", "dict", "layout"],
 )
 def test_a_notebook_of_transformers_5_delivers_every_expert(
     served: tuple[Server, Pair], source: str

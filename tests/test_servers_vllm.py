@@ -84,6 +84,7 @@ def served(
         yield server, models, [held(server), second]
 
 
+@pytest.mark.slow
 def test_a_server_as_users_start_it(vllm: Nursery, tmp_path: Path) -> None:
     folder = tmp_path / guide.MODEL
     cpu_server.make_model(folder)

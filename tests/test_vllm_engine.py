@@ -230,6 +230,7 @@ def test_weights_that_vllm_packs_once_are_packed_again(engine: VllmEngine) -> No
     assert len(said) == 1 and "packs its weights only once" in said.pop()
 
 
+@pytest.mark.slow
 def test_convolutions_that_vllm_packs_are_new_where_they_are_read_unpacked() -> None:
     options = dataclasses.replace(OPTIONS, round_nbytes=1 << 17, ring_nbytes=1 << 18)
     engine = VllmEngine(tp=1)
