@@ -170,6 +170,7 @@ class DiskSync(Updates):
                 delta=delta,
             )
             if self._group.rank == 0:
+                self._export()
                 self._versions.check()
                 handles = handles_of(engines, timeout=self.options.deadline)
                 deadline = Deadline(self.options.deadline)

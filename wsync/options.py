@@ -126,6 +126,10 @@ class Options:
             before engines continue: the "first" of each connection, "always" all, or "never".  If
             tensors differ, a StateError names them, and the engine stays paused.  What `stage` has
             sent is not verified, because the trainer's weights may have changed since.
+        prometheus: whether rank 0 keeps Prometheus metrics (wsync_...) in the default registry of
+            prometheus_client: durations, bytes, the version, the pauses of engines, lost engines
+            and failures.  True: the program serves them.  A port: rank 0 serves its registry there,
+            to every host and without a password, until its process ends.
         progress: whether to show a progress bar.  None shows one in a notebook, and if stderr is a
             terminal.
     """
@@ -151,6 +155,7 @@ class Options:
     retry: bool = True
     lost: str = "continue"
     verify: str = "first"
+    prometheus: bool | int = False
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -166,6 +171,9 @@ class Options:
                 self._fail(name, "is negative")
         if self.threads > _core.MAX_THREADS:
             self._fail("threads", f"is over {_core.MAX_THREADS}")
+        port = self.prometheus
+        if not (isinstance(port, bool) or (isinstance(port, int) and 0 < port < 65536)):
+            self._fail("prometheus", "is neither True, False nor a port")
         check_seconds("deadline", self.deadline)
         if self.pause_mode == "in_place" and self.flush_cache:
             raise _core.InvalidArgumentError(

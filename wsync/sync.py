@@ -80,6 +80,7 @@ class Sync(Updates):
             known: Any = {"ranks": self._group.size, "api_key": api_key}
             self._fleet = Fleet(engines, engine_gpu_offsets, self.options, **known)  # on rank 0
             if self._group.rank == 0:
+                self._export()
                 self._fleet.connect()
             self._requests = EngineRequests(self._fleet.handles, self.options)
             self._roster = self._meet(self._fleet.engines)

@@ -27,6 +27,7 @@ from wsync.machine.fork_guard import Owner
 from wsync.module_tensors.names import listed
 from wsync.options import Options
 from wsync.report import Report, counted
+from wsync.trainer.prometheus import Exporter
 from wsync.trainer.quantise_option import quantise_rules
 from wsync.trainer.quantised_image import Image
 from wsync.trainer.requests import EngineRequests
@@ -65,6 +66,7 @@ class Updates(abc.ABC):
         self._updates = 0  # calls of update() so far; the number identifies an update
         self._next_version = 1
         self._requests = EngineRequests([], self.options)
+        self._exporter: Exporter | None = None  # of metrics, on rank 0
         self._warned: set[str] = set()
         self._owner = Owner()
         self._closed = False
@@ -231,7 +233,12 @@ class Updates(abc.ABC):
         with self._turn(call):
             if self._closed:
                 raise _core.StateError("this connection was closed: connect again")
-            yield
+            try:
+                yield
+            except BaseException:
+                if self._exporter is not None:
+                    self._exporter.fail(call)
+                raise
 
     @contextlib.contextmanager
     def _attempt(
@@ -263,7 +270,14 @@ class Updates(abc.ABC):
         report.paused = self._requests.pauses
         if self._group.rank == 0:
             with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
+                if self._exporter is not None:
+                    self._exporter.end(report)
                 self._log_update(report)
+
+    def _export(self) -> None:
+        """Begins to keep metrics, if that is wanted; called on rank 0."""
+        if self.options.prometheus:
+            self._exporter = Exporter(self.options.prometheus)
 
     def _agree(
         self, version: object, given: bool | None, known: int, newest: int, lost: dict[str, str]
