@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wsync.machine.trace import Stretch, Trace
-
-if TYPE_CHECKING:
-    from wsync.verification import Verification
 
 
 @dataclass
@@ -62,7 +59,7 @@ class Report:
     "gloo" (one of torch's groups), "direct" (the trainer's own memory), "direct and ring" (both),
     "stock buckets", "stock broadcast" or "disk".  `exchange` says what carried the bytes between
     trainer ranks: "none", "shared", "nccl", "gloo" or "disk".
-    `verification` is what Options.verify has found; None if this update was not verified.
+    `verification` is the wsync.Verification that Options.verify has asked for, or None.
     `lost` says for each engine that the update went without, why (see Options.lost).
     `own_loading` says for each engine with wsync's receiver which tensors its workers load by the
     engine's own load_weights, and why.  `learning_seconds` is the time that workers took to learn
@@ -100,7 +97,7 @@ class Report:
     engine_pause_seconds: float = 0.0
     engine_flush_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    verification: Verification | None = None
+    verification: Any = None
 
     def __post_init__(self) -> None:
         self.trace: Trace = Trace()  # not a field: `facts` leaves it out
