@@ -13,8 +13,8 @@ from pathlib import Path
 STOREYS = (
     ("_core",),
     ("boxes", "machine", "pages"),
-    ("options", "report", "module_tensors"),
-    ("probing", "verification"),
+    ("options", "module_tensors"),
+    ("probing", "report"),
     ("families",),
     ("layout", "bucket", "checkpoints"),
     ("quantise",),

@@ -251,10 +251,11 @@ CHOICES = [
 def test_updates_are_verified_before_engines_continue(
     way: str, wanted: str, seen: list[int]
 ) -> None:
-    engine, weights = Engine(module := Fused()), fused.draw(1)
+    engine, weights = Engine(Fused()), fused.draw(1)
+    chosen = options(verify=wanted, **WAYS[way])
     with (
         contextlib.closing(engine),
-        wsync.connect(weights, [engine], options=options(verify=wanted, **WAYS[way])) as sync,
+        wsync.connect(weights, [engine], options=chosen) as sync,
     ):
         for number in (1, 2, 3):
             report = sync.update()
@@ -265,7 +266,11 @@ def test_updates_are_verified_before_engines_continue(
         assert bool(sync.commit().verification) == (wanted == "always" and way != "staged")
     if not seen:
         return
-    with wsync.connect(weights, [engine], options=options(verify=wanted, **WAYS[way])) as sync:
+    engine = Engine(module := Fused())
+    with (
+        contextlib.closing(engine),
+        wsync.connect(weights, [engine], options=chosen) as sync,
+    ):
         spoil(sync, lambda: module.norm.data[2].add_(1))
         text = r"after this update, engine threads: worker 0: other values in norm\[2\]"
         with pytest.raises(wsync.StateError, match=text):

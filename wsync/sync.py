@@ -17,7 +17,7 @@ from wsync.machine.device import KnownMemory, of
 from wsync.machine.trace import Trace
 from wsync.messages.control import CHANGED
 from wsync.options import Options
-from wsync.report import Report
+from wsync.report import Report, Verification
 from wsync.trainer.checkpoint_check import EngineCheck, check_scales, is_untied
 from wsync.trainer.connection import Connection
 from wsync.trainer.fleet import Fleet, blames
@@ -26,7 +26,6 @@ from wsync.trainer.quantise_option import config_of, tell_rearranged
 from wsync.trainer.requests import EngineRequests
 from wsync.trainer.roster import Delivery, RolloutEngine, Roster
 from wsync.trainer.updates_base import Updates
-from wsync.verification import Verification
 
 if TYPE_CHECKING:
     from wsync.trainer.updates_base import Source, Weights
