@@ -31,7 +31,7 @@ from wsync.machine.deadline import LEAVE_SECONDS, POLL_SECONDS, VERDICT_SECONDS,
 from wsync.machine.host import own_address
 from wsync.messages.control import Control
 from wsync.options import Options
-from wsync.report import Report
+from wsync.report import Report, Verification
 
 _LAST_SECONDS: Final = 10.0  # for workers to say why they have failed
 _STEPS: Final = 3.0  # deadlines that a copy may take: to meet, to learn, to bring the bytes
@@ -86,7 +86,9 @@ def copy_weights(
         store.set("version", version)
         hear(["done"], _STEPS * chosen.request_deadline, f"; engine {taken.name} may stay paused")
         wait([asking], chosen.deadline)
-        return Report(**json.loads(store.get("done"))["report"])
+        facts = json.loads(store.get("done"))["report"]
+        found = facts.pop("verification")
+        return Report(**facts, verification=found and Verification(**found))
 
 
 @contextlib.contextmanager

@@ -331,7 +331,7 @@ def update_server(config: Any, url: str, version: int, strike: tuple[int, str] |
 
 
 def _killed_at(step: str) -> Any:
-    def kill(*_: Any) -> None:
+    def kill(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if step == "round":

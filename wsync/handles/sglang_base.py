@@ -205,6 +205,9 @@ class ApiHandle(ABC):
         """Wraps a question to the workers, which is sent like weights but contains none.  It uses
         the open session, if there is one, or a session of a draft model, whose end leaves the main
         model alone."""
+        if self._begun:  # by this update
+            yield
+            return
         deadline = Deadline(timeout)
         begun = self._session("begin_weight_update", timeout, selector="draft")
         self._begun = True
