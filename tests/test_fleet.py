@@ -244,6 +244,36 @@ def test_an_engine_that_is_slow_to_join_holds_nobody_up(monkeypatch: pytest.Monk
     assert names(found) == ["first", "slow"] and found.generation == 1
 
 
+class Late(Slow):
+    """Is not there until it is told to be."""
+
+    def server_info(self) -> dict[str, Any]:
+        if not self.ready.is_set():
+            raise ConnectionRefusedError("no server")
+        return {}
+
+
+def test_a_functions_engines_may_be_missing_at_first() -> None:
+    """slime's list has engines that have died since its health monitor's last look."""
+    late, engines = Late("late"), [Slow("first"), Slow("other")]
+    late.ready.clear()
+    found = listing([late, *engines])
+    for _ in range(2):
+        assert names(found) == ["first", "other"]
+        assert [*found.lost] == [str(late)]
+        found.begin()
+    late.ready.set()
+    found.begin()
+    assert names(found) == ["late", "first", "other"] and not found.lost
+    late.ready.clear()
+    with pytest.raises(wsync.PeerClosedError, match="no server"):
+        listing([late])
+    with pytest.raises(wsync.InvalidArgumentError, match="first is the same engine"):
+        listing([late, engines[0], engines[0]])
+    with pytest.raises(wsync.InvalidArgumentError, match="neither a URL nor an object"):
+        listing([engines[0], late, None])
+
+
 class Chaos:
     """A fleet whose engines die, stand still, refuse updates and come back at random."""
 

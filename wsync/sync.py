@@ -44,8 +44,8 @@ class Sync(Updates):
     Args:
         source: this rank's weights: a layout, or whole tensors by Hugging Face name.
         engines: a list of engines, each as `handle` takes it, or a function that returns the list;
-            used only on rank 0.  The function is called again in each update.  An engine that has
-            joined and cannot be updated yet is named in `Report.lost`.
+            used only on rank 0.  The function is called again in each update.  If an engine of its
+            list does not answer or cannot be updated yet, `Report.lost` names it.
         engine_gpu_offsets: for each engine, the first trainer rank whose GPU the engine shares.  An
             engine with workers beyond the last rank is remote.
         api_key: bearer key of engines that are given as URLs.
@@ -639,7 +639,8 @@ def connect(
     Raises:
         InvalidArgumentError, UnsupportedError: an entry of `engines` is no engine or is given
             twice, a tensor cannot be sent, or an engine holds weights in another form.
-        PeerClosedError, DeadlineError: an engine does not answer; every rank raises this.
+        PeerClosedError, DeadlineError: an engine does not answer; every rank raises this.  With a
+            function and Options(lost="continue"), this is raised only if no engine answers.
         LayoutError: the trainer ranks' layouts disagree.
     """
     chosen = Options.of(options)

@@ -203,19 +203,23 @@ def handles_of(engines: Any, *, timeout: float, api_key: str | None = None) -> l
     Raises InvalidArgumentError if `engines` is no list, or if an engine is given twice, because it
     would wait for itself.  An engine that tells its identity is also found under two URLs.
     """
-    handles: list[EngineHandle] = []
+    deadline, given = Deadline(timeout), listed(engines)
+    handles = [handle(engine, api_key=api_key, timeout=deadline.left) for engine in given]
+    check_distinct(given, handles)
+    for place, made in enumerate(handles):
+        number(made, handles[:place])
+    return handles
+
+
+def check_distinct(given: Sequence[object], handles: Sequence[EngineHandle]) -> None:
+    """Raises InvalidArgumentError if an engine is given twice; see `handles_of`."""
     known: dict[Any, str] = {}
-    deadline = Deadline(timeout)
-    for engine in listed(engines):
-        made = handle(engine, api_key=api_key, timeout=deadline.left)
+    for engine, made in zip(given, handles, strict=True):
         for key in _identities(engine, made):
             if key in known:
                 other = "" if known[key] == made.name else f": {known[key]} is the same engine"
                 raise InvalidArgumentError(f"engine {made.name} is given twice{other}")
             known[key] = made.name
-        number(made, handles)
-        handles.append(made)
-    return handles
 
 
 def listed(engines: Any) -> list[Any]:

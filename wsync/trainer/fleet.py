@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any, Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError
-from wsync.handles.base import EngineHandle, handle, handles_of, listed, number, who_answers
+from wsync.handles.base import (
+    EngineHandle,
+    check_distinct,
+    handle,
+    handles_of,
+    listed,
+    number,
+    who_answers,
+)
 from wsync.handles.local import LocalHandle
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import Deadline
@@ -23,6 +31,7 @@ _log = logging.getLogger("wsync")
 _SUSPECT_SECONDS: Final = 5.0  # for an engine to answer after an update has failed
 _RETURN_SECONDS: Final = 1.0  # for a lost engine to answer before an update
 _JOIN_SECONDS: Final = 5.0  # for a new engine to answer before an update
+_SILENT: Final = (PeerClosedError, TimeoutError)  # of an engine that is not there yet
 
 
 @dataclass(eq=False)
@@ -98,7 +107,13 @@ class Fleet:
         return lost | self._waiting
 
     def connect(self) -> None:
-        """Describes the engines for the first time; raises the error of any of them."""
+        """Describes the engines for the first time; raises the error of any of them.  But if a
+        function lists them and lost="continue", updates go without engines that do not answer."""
+        if callable(self._engines) and self._options.lost == "continue":
+            self._list(first=True)
+            check_distinct([m.given for m in self._members], self.handles)
+            self._reached = self.handles
+            return
         given = listed(self._engines)
         handles = handles_of(given, timeout=self._options.deadline, api_key=self._api_key)
         gpus = self._gpus(len(given))
@@ -207,8 +222,9 @@ class Fleet:
         self.welcome(made)
         return member
 
-    def _list(self) -> None:
-        """Lists the engines anew.  An engine that cannot join does not hold the others up."""
+    def _list(self, *, first: bool = False) -> None:
+        """Lists the engines anew.  An engine that cannot join does not hold the others up.  The
+        first time, only one that does not answer may be missing, and not all of them."""
         given, former, found = listed(self._engines), self._members, list[_Member | Any]()
         begun, joining = list[Future[_Member]](), self._joining
         for engine, gpu in zip(given, self._gpus(len(given)), strict=True):
@@ -219,7 +235,7 @@ class Fleet:
                 begun += asked
             found.append(known[0] if known else (engine, asked[0]))
         patient = self._options.lost == "continue"
-        wait(begun, _JOIN_SECONDS if patient else self._options.deadline)
+        wait(begun, _JOIN_SECONDS if patient and not first else self._options.deadline)
         waited, self._waiting, self._joining, self._members = self._waiting, {}, [], []
         for each in found:
             if isinstance(each, _Member):
@@ -234,7 +250,8 @@ class Fleet:
                 number(future.result().handle, self.known[:-1])
                 _log.info("wsync: engine %s joins", self.known[-1].name)
                 continue
-            if not patient:
+            last = each is found[-1] and not self._members
+            if not patient or (first and (last or not isinstance(error, _SILENT))):
                 raise error
             name = re.sub(r"(?<=://)[^/?#]*@", "", str(engine))  # without a password
             self._waiting[name] = str(error)
