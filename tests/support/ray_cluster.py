@@ -14,6 +14,8 @@ from unittest import mock
 import ray
 import ray._private.node
 
+import wsync
+
 _TESTS = Path(__file__).resolve().parents[1]
 _STORE_NBYTES = 80 << 20  # Ray takes no less than 75 MB
 
@@ -23,10 +25,11 @@ def cluster(folder: Path) -> Iterator[None]:
     """Two processors; `folder` is empty, with a path short enough for sockets.
 
     Ray puts the driver's folder in front of its workers' path: in the repository, that would hide
-    the installed package.  What workers import from the tests, PYTHONPATH gives them.
+    the package under test.  PYTHONPATH gives workers this package and what they import from the
+    tests.
     """
     settings = {
-        "PYTHONPATH": str(_TESTS),
+        "PYTHONPATH": os.pathsep.join((str(_TESTS), str(Path(wsync.__file__).parents[1]))),
         "RAY_AUTH_MODE": "disabled",  # no token in the user's home folder
         "RAY_USAGE_STATS_ENABLED": "0",
         # a busy machine may need minutes for what Ray expects in seconds
