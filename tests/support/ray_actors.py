@@ -42,6 +42,17 @@ def final(version: str | None) -> str | None:
     return None if version is not None and version.startswith(UPDATING) else version
 
 
+def join(rank: int, size: int, store: str) -> None:
+    """Makes this process a rank of torch's default group."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=SECONDS),
+    )
+
+
 class Engine:
     """Weights without a model; receives: whether its worker runs wsync's receiver."""
 
@@ -167,13 +178,7 @@ class Trainer:
     """A rank of a trainer, whose ranks share the tensors as pipeline stages do."""
 
     def __init__(self, rank: int, size: int, store: str) -> None:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=SECONDS),
-        )
+        join(rank, size, store)
         self._names = sorted(SHAPES)[rank::size]
         self._weights = {name: drawn(0)[name] for name in self._names}
         self._updater: Any = None

@@ -84,7 +84,8 @@ class Updater:
     def _connect(
         self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None
     ) -> Sync | DiskSync:
-        return Sync(self._source, engines, engine_gpu_offsets=gpu_offsets, options=self._options)
+        given, gpu_offsets = _there(self._args, engines, gpu_offsets)
+        return Sync(self._source, given, engine_gpu_offsets=gpu_offsets, options=self._options)
 
     def connect_rollout_engines(
         self,
@@ -167,6 +168,19 @@ def _slimes(args: Any, config: Mapping[str, Any] | str | None, options: Options 
     return dataclasses.replace(options, checkpoint=checkpoint, quantise=config)
 
 
+def _there(
+    args: Any, engines: Sequence[Any], offsets: Sequence[int] | None
+) -> tuple[Any, Sequence[int] | None]:
+    """slime's engines as `Sync` takes them, and their offsets.  With use_fault_tolerance, slime's
+    health monitor may end an engine (None) while slime starts others, and another engine may have
+    died since the monitor's last look.  A function's engines may be missing at first."""
+    if not getattr(args, "use_fault_tolerance", False):
+        return engines, offsets
+    places = [number for number, engine in enumerate(engines) if engine is not None]
+    alive = [engines[number] for number in places]
+    return lambda: alive, offsets and [offsets[number] for number in places]
+
+
 class UpdateWeightFromTensor(Updater):
     """Updates colocated rollout engines from a Megatron model, or from any trainer's layout.
 
@@ -191,7 +205,8 @@ class UpdateWeightFromDistributed(Updater):
 
     def _connect(self, engines: Sequence[Any], gpu_offsets: Sequence[int] | None) -> Sync:
         options = dataclasses.replace(self._options, delivery="distributed")
-        return Sync(self._source, engines, engine_gpu_offsets=gpu_offsets, options=options)
+        given, gpu_offsets = _there(self._args, engines, gpu_offsets)
+        return Sync(self._source, given, engine_gpu_offsets=gpu_offsets, options=options)
 
 
 class UpdateWeightFromDisk(Updater):
