@@ -3,14 +3,13 @@
 The engines may have other numbers of workers.  The workers of the source have to run wsync's loader
 (SGLang: --custom-weight-loader wsync.sglang.load_weights; vLLM: --worker-extension-cls
 wsync.vllm.WorkerExtension), and a trainer has to have updated them since they were started.
-Requests to the source wait meanwhile.
+The copy begins when the running requests of the source have ended; new ones wait from then on.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import time
@@ -34,6 +33,7 @@ from wsync.options import Options
 from wsync.report import Report, Verification
 
 _LAST_SECONDS: Final = 10.0  # for workers to say why they have failed
+_PASSED: Final = ("deadline", "delivery", "round_nbytes", "ring_nbytes", "verify")
 _STEPS: Final = 3.0  # deadlines that a copy may take: to meet, to learn, to bring the bytes
 
 
@@ -52,8 +52,9 @@ def copy_weights(
         source: an engine, as `wsync.handle` takes it.
         joiner: a URL of another engine, which the source's first worker can reach.
         api_key: the bearer key of both engines.
-        options: as for `wsync.connect`.  If the weights are on GPUs or the joiner is on another
-            host, delivery="auto" is "distributed".
+        options: deadline, delivery, round_nbytes, ring_nbytes and verify count, as for
+            `wsync.connect`.  If the weights are on GPUs or the joiner is on another host,
+            delivery="auto" is "distributed".
 
     Returns:
         What happened, as the source's first worker saw it.
@@ -74,7 +75,8 @@ def copy_weights(
     if why := obstacle(given, started):
         raise _core.UnsupportedError(f"engine {given.name}: {why}")
     workers = given.workers * stages_of(started)
-    orders: dict[str, Any] = {"options": dataclasses.asdict(chosen), "ranks": workers}
+    passed = {name: getattr(chosen, name) for name in _PASSED} | {"progress": False}
+    orders: dict[str, Any] = {"options": passed, "ranks": workers}
     orders |= {"joiner": taken.name, "api_key": api_key}
     with _asked(given, orders, chosen.deadline) as (store, asking):
         hear = partial(_hear, store, asking, given.name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,11 +61,12 @@ if TYPE_CHECKING:
 __all__ = ["DiskSync", "newest"]
 
 _log = logging.getLogger(__name__)
+_MOST: Final = 20
 _PACE_SECONDS = 2.0  # even with a call's deadline added, ranks wait longer
 _NOT_BY_DISK = dict.fromkeys(
     (
         *("round_nbytes", "ring_nbytes", "delivery", "broadcast", "backend"),
-        *("exchange", "directory", "verify"),
+        *("exchange", "directory"),
     ),
     "updates without a disk (wsync.connect)",
 )
@@ -106,14 +106,14 @@ class DiskSync(Updates):
             folder meanwhile.  Without `replace`, the new folder's name gets .2 to .999 added.
         published: a function that every rank calls with the folder of each complete version, before
             engines load it.  The other ranks wait for the call up to the deadline.
-        delta: True writes only what has changed: slime's format for far engines, which need its
-            patched SGLang (/pull_weights).  A version is a whole checkpoint if it is the first one,
-            if an update has failed before it, or if versions are missing in the folder.  A number
-            also writes a whole one after so many versions with changes, so that late engines fetch
-            fewer.  Every rank keeps a copy of the bytes that it writes in host memory: in all, one
-            model.  Each thread needs as much as the rank's largest tensor, or 64 MiB.  It needs
-            `pip install numpy zstandard`.  Versions' names have numbers of their own, from the
-            clock, because an engine's copy never goes back, also not for a new run.
+        delta: writes only what has changed, for engines behind a slow network: slime's format,
+            which needs its patched SGLang (/pull_weights).  A version is a whole checkpoint if it
+            is the first one, if an update has failed before it, if versions are missing in the
+            folder, or after so many versions with changes (True: 20).  Every rank keeps a copy of
+            the bytes that it writes in host memory: in all, one model.  Each thread needs as much
+            as the rank's largest tensor, or 64 MiB.  It needs `pip install numpy zstandard`.
+            Versions' names have numbers of their own, from the clock, because an engine's copy
+            never goes back, also not for a new run.
         local_folder: for `delta`: where each engine's host keeps its copy of the checkpoint
             (slime's --update-weight-local-checkpoint-dir).  Hosts have Options.deadline to fetch a
             version, also a whole one.
@@ -153,7 +153,7 @@ class DiskSync(Updates):
         self._base = base
         self._config: Mapping[str, Any] | None = None  # versions' quantisation, on rank 0
         self._published = published
-        self._most = math.inf if delta is True else int(delta)  # versions after a whole one
+        self._most = _most_deltas(delta, local_folder)
         self._whole = 0  # the number of the last whole version, on rank 0
         self._local = None if local_folder is None else os.fspath(local_folder)
         self._deltas: Deltas | None = None
@@ -419,6 +419,16 @@ class DiskSync(Updates):
         report.workers = sum(engine.workers for engine in self._requests.engines)
         report.exchange = "disk"
         report.paths = {engine.name: "disk" for engine in self._requests.engines}
+
+
+def _most_deltas(delta: int, local: object) -> int:
+    """The number of versions with changes that may follow a whole one."""
+    if delta < 0 or (local is not None and not delta):
+        raise _core.InvalidArgumentError(
+            f"delta={delta!r}, local_folder={local!r}: expected True, or a number of versions, if "
+            "there is a local_folder, and otherwise False"
+        )
+    return _MOST if delta is True else int(delta)
 
 
 def _check_engine(engine: EngineHandle, pause_mode: str, timeout: float) -> None:

@@ -122,10 +122,12 @@ class Options:
             answer.  "raise": the error is raised, as `commit` always does.  wsync.verl and slime's
             classes use "raise" unless their options say otherwise; with args.use_fault_tolerance,
             slime's classes use "continue".
-        verify: which updates workers compare with the trainer's weights, as in `Sync.verify`,
-            before engines continue: the "first" of each connection, "always" all, or "never".  If
-            tensors differ, a StateError names them, and the engine stays paused.  What `stage` has
-            sent is not verified, because the trainer's weights may have changed since.
+        verify: whether workers compare their weights with the trainer's before engines continue,
+            as in `Sync.verify`: "first" (after connecting, and again after an error or when engines
+            join), "always" or "never".  If tensors differ, a StateError names them, and engines
+            stay paused with the update's version; a single one of several is lost (see `lost`).
+            What `stage` has sent is not verified, because the trainer's weights may have changed
+            since.
         prometheus: whether rank 0 keeps Prometheus metrics (wsync_...) in the default registry of
             prometheus_client: durations, bytes, the version, the pauses of engines, lost engines
             and failures.  True: the program serves them.  A port: rank 0 serves its registry there,

@@ -150,7 +150,7 @@ class Report:
         return f", own load_weights in {', '.join(sorted(self.own_loading))} (see own_loading)"
 
     def _verified(self) -> str:
-        if self.verification is None:
+        if self.verification is None or not any(f["tensors"] for f in self.verification.workers):
             return ""
         return ", verified" if self.verification else ", verified in part (see verification)"
 

@@ -198,8 +198,8 @@ class SglangLoader(RecordedLoader):
         return super().learn(model, on_weights_lost)
 
     def comparison(self, timeout: float) -> Comparison:
-        """Only a weight-update session undoes what SGLang rewrites after loading, and none is open
-        now.  Places where experts were are not compared."""
+        """Only in a weight-update session are weights in the form that load_weights fills.  Without
+        one, rewritten weights are not compared, nor are places where experts were."""
         if reason := rewritten(self._module) or self.stale():
             raise StateError(reason)
         return super().comparison(timeout)

@@ -437,7 +437,7 @@ class Sync(Updates):
         wanted = self.options.verify
         # what was staged is not verified, because the trainer's weights may have changed since
         proves = wanted == "always" or (wanted == "first" and not self._proved)
-        proves &= sources is not None
+        proves &= sources is not None and bool(self._receiving)
         with report.phase("commit"):
             connection.commit(park=not proves)
             self._use_up_version()
@@ -445,6 +445,8 @@ class Sync(Updates):
             # a worker may fail after the commit without its engine knowing
             self._still_there(connection)
             self._requests.close(report.version, self._group.check, ahead=connection.ahead)
+            # workers take a second request with the same number for a repeated one
+            self._updates += proves
             self._still_there(connection)
         if sources is not None and proves:
             self._prove(connection, sources, report)
@@ -453,7 +455,6 @@ class Sync(Updates):
 
     def _prove(self, connection: Connection, sources: _core.BufferTable, report: Report) -> None:
         """Verifies an update before its engines continue."""
-        self._updates += 1  # workers take a second request with the same number for a repeated one
         with report.phase("verify"):
             found = self._compare(connection, sources, Report(report.version))
         if found.differences:

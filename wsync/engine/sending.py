@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
@@ -37,6 +38,7 @@ from wsync.options import Options
 from wsync.report import Report
 from wsync.sync import Sync
 
+_ANSWER_SECONDS: Final = 5.0  # for the host of the store
 _GONE: Final = "the process that asked for this copy gives no answer"
 _c10d: Any = dist  # has more names than its types list
 
@@ -53,6 +55,8 @@ def send(message: Control, worker: int, look: Callable[[], tuple[Held, str]]) ->
         return result(start("wsync-send", call), deadline, bool, _GONE)
 
     host, _, port = message.address.rpartition(":")
+    # a client of a store tries again and again where nobody listens any more
+    store_says(lambda: socket.create_connection((host, int(port)), _ANSWER_SECONDS).close())
     known: Any = {"is_master": False, "wait_for_workers": False}
     known["timeout"] = timedelta(seconds=message.deadline)
     store = store_says(lambda: _c10d.TCPStore(host, int(port), **known))

@@ -30,6 +30,7 @@ from wsync.trainer.roster import Delivery, RolloutEngine
 _log = logging.getLogger("wsync")
 _SUSPECT_SECONDS: Final = 5.0  # for an engine to answer after an update has failed
 _RETURN_SECONDS: Final = 1.0  # for a lost engine to answer before an update
+_PASSED: Final = "deadline passed"  # as a worker says that has waited for the trainer
 _JOIN_SECONDS: Final = 5.0  # for a new engine to answer before an update
 _SILENT: Final = (PeerClosedError, TimeoutError)  # of an engine that is not there yet
 
@@ -83,7 +84,7 @@ class Fleet:
         self._waiting: dict[str, str] = {}  # engines that cannot join yet, each with the reason
         self._reached: list[EngineHandle] = []
         self._earlier: list[_Member] = []  # that were lost before the current update
-        self._spared = self._refused = False  # engines of the current update
+        self._spared, self._refused = False, 0  # engines of the current update
 
     @property
     def handles(self) -> list[EngineHandle]:
@@ -125,7 +126,7 @@ class Fleet:
         """Begins an update.  Takes back engines that have returned: an engine that did not answer
         returns when it answers, an engine that refused an update after a restart.  Lists the
         engines anew if they are given by a function."""
-        self._spared = self._refused = False
+        self._spared, self._refused = False, 0
         away = [member for member in self._members if member.reason]
         for member, answer in zip(
             away, _ask([m.handle for m in away], _RETURN_SECONDS), strict=True
@@ -165,9 +166,10 @@ class Fleet:
         grouped: whether engines are members of process groups.  When a member ends, the others
         report an error, too.  So an engine that answers is not to blame for a group's error.
         """
-        closed, passed = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
+        closed = isinstance(error, PeerClosedError)
+        passed = isinstance(error, DeadlineError) or _PASSED in str(error)
         waiting = passed and any(engine.name in late for engine in engines)
-        found, spared, refused = list[tuple[CheckedEngine, str, Any]](), False, False
+        found, spared, refused = list[tuple[CheckedEngine, str, Any]](), False, 0
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         for engine, answer in zip(engines, answers, strict=True):
             named = engine.name in late if waiting else blames(error, engine.name)
@@ -180,15 +182,16 @@ class Fleet:
             elif closed and not self._spared and engine.restarted_since(answer[0]):
                 spared = True
             elif named and not grouped:
-                refused |= not (closed or waiting)
+                refused += not (closed or waiting)
                 # a request that was cut off says nothing of the next one
                 again = closed and f"engine {engine.name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
                 found.append((engine, why + stays, None if again else answer))
-        if len(found) == len(engines) or not (found or spared) or (refused and self._refused):
+        blame = refused and self._refused + refused > 1
+        if len(found) == len(engines) or not (found or spared) or blame:
             return False
         self._spared |= spared
-        self._refused |= refused
+        self._refused += refused
         for engine, why, answer in found:
             (member,) = (each for each in self._members if each.handle is engine.handle)
             member.reason, member.answer = why, answer

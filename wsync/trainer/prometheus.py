@@ -27,7 +27,6 @@ class Exporter:
 
     def __init__(self, port: int) -> None:
         self._metrics = _collectors()
-        self._engines = set[str]()
         for call in _CALLS:  # a counter that appears with its first failure has no increase
             self._metrics.failures.labels(call)
         if port is not True:
@@ -45,9 +44,9 @@ class Exporter:
             metrics.paused.labels(engine).inc(seconds)
         for engine in engines:
             metrics.lost.labels(engine).set(engine in report.lost)
-        for engine in self._engines - engines:
+        for engine in metrics.engines - engines:
             metrics.lost.remove(engine)
-        self._engines = engines
+        metrics.engines = engines
 
     def fail(self, call: str) -> None:
         """Records a call that has failed."""
@@ -74,6 +73,7 @@ def _collectors() -> SimpleNamespace:
         ),
         lost=Gauge("wsync_engine_lost", "1 if the last update went without the engine", by_engine),
         failures=Counter("wsync_failures_total", "Calls that raised an error", ["call"]),
+        engines=set[str](),  # of the last update, perhaps by an earlier connection
     )
 
 
