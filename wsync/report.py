@@ -255,7 +255,7 @@ class Verification:
         tensors, nbytes = (sum(found[n] for found in self.workers) for n in ("tensors", "nbytes"))
         compared = f"{counted(tensors, 'tensor')} of {counted(len(self.workers), 'worker')}"
         text = f"compared {compared}, {nbytes:,} bytes in {self.seconds:.3f} s"
-        parts = [text, self.differences or "no differences"]
+        parts = [text, self.differences or "no differences"] if tensors else ["nothing compared"]
         left = {f["engine"]: f["uncompared"] for f in self.workers if f["uncompared"]}
         left |= self.unread
         parts += [f"engine {name}: not compared: {why}" for name, why in left.items()]
