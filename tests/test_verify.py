@@ -275,22 +275,22 @@ def test_updates_are_verified_before_engines_continue(
         text = r"after this update, engine threads: worker 0: other values in norm\[2\]"
         with pytest.raises(wsync.StateError, match=text):
             sync.update()
-        assert engine.paused
+        assert engine.paused and engine.version is None
         assert sync.update().verification
         assert not engine.paused
 
 
 def spoil(sync: wsync.Sync, fault: Callable[[], object]) -> None:
-    """Makes a fault happen once, when engines get the version."""
+    """Makes a fault happen once, when the workers have committed an update."""
     requests: Any = sync._requests
-    close = requests.close
+    answered = requests.answered
 
-    def spoilt(*arguments: Any, **named: Any) -> None:
-        close(*arguments, **named)
+    def spoilt(*arguments: Any) -> None:
+        answered(*arguments)
         fault()
-        del requests.close
+        del requests.answered
 
-    requests.close = spoilt
+    requests.answered = spoilt
 
 
 def test_an_engine_with_other_weights_is_lost() -> None:

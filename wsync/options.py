@@ -125,7 +125,7 @@ class Options:
         verify: whether workers compare their weights with the trainer's before engines continue,
             as in `Sync.verify`: "first" (after connecting, and again after an error or when engines
             join), "always" or "never".  If tensors differ, a StateError names them, and engines
-            stay paused with the update's version; a single one of several is lost (see `lost`).
+            stay paused and do not get the version; a single one of several is lost (see `lost`).
             What `stage` has sent is not verified, because the trainer's weights may have changed
             since.
         prometheus: whether rank 0 keeps Prometheus metrics (wsync_...) in the default registry of

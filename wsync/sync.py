@@ -440,21 +440,21 @@ class Sync(Updates):
         proves &= sources is not None and bool(self._receiving)
         with report.phase("commit"):
             connection.commit(park=not proves)
-            self._use_up_version()
             self._requests.answered(self._group.check)
-            # a worker may fail after the commit without its engine knowing
-            self._still_there(connection)
-            self._requests.close(report.version, self._group.check, ahead=connection.ahead)
             # workers take a second request with the same number for a repeated one
             self._updates += proves
+            # a worker may fail after the commit without its engine knowing
             self._still_there(connection)
         if sources is not None and proves:
             self._prove(connection, sources, report)
         with report.phase("commit"):
+            self._use_up_version()
+            self._requests.close(report.version, self._group.check, ahead=connection.ahead)
+            self._still_there(connection)
             self._resume()
 
     def _prove(self, connection: Connection, sources: _core.BufferTable, report: Report) -> None:
-        """Verifies an update before its engines continue."""
+        """Verifies an update before its engines get the version."""
         with report.phase("verify"):
             found = self._compare(connection, sources, Report(report.version))
         if found.differences:

@@ -141,8 +141,9 @@ class CheckedEngine:
         first = messages[0]
         if first.answer:  # it keeps its weights; SGLang records the version of every request
             request["weight_version"] = self._version
+        joined = self.joined or not first.answer
         checked = self._sending(op=first.op, **request)
-        self.joined = not first.answer
+        self.joined = joined
         if first.op == "open" and first.drafts and first.session != self._shown:
             show_drafts(self._told, checked["timeout"])
             self._shown = first.session

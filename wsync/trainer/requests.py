@@ -201,9 +201,12 @@ class EngineRequests:
         self._pausing.join(self._options.deadline + LATER_SECONDS, check)
 
     def open(self, messages: Mapping[int, Sequence[Control]]) -> None:
-        """Asks workers to join the update.  messages: by engine, one for each of its workers."""
+        """Asks workers to join the update, or to compare it.
+
+        messages: by engine, one for each of its workers."""
         timeout = self._options.request_deadline
-        self._messages = messages
+        if not any(each.answer for told in messages.values() for each in told):
+            self._messages = messages
         # a pipeline stage passes a request on after its own answer
         self._early = {
             self.handles[index].name
