@@ -140,7 +140,7 @@ def test_survivors_report_and_the_next_update_works(way: str, text: str, ranks: 
     first = found[0]
     # the engine that was not struck has noticed, and did not take on anything
     assert first["consistent"] == [False]
-    assert "update 3" in first["reasons"][0]  # update 2 has verified the first
+    assert "update 2" in first["reasons"][0]
     assert [facts["wrong"] for facts in found] == [[]] * 4
     assert first["versions"] == ["after"] * (1 if way == "killed" else 2)
 
@@ -155,7 +155,7 @@ def test_a_trainer_that_is_struck_does_not_hold_an_engine(how: signal.Signals) -
         try:
             # the trainer reaches the engine through this process, which goes on
             error = cases.relay(ours, engine, timeout=60)
-            assert "worker 0: update 3 of this connection: " in error
+            assert "worker 0: update 2 of this connection: " in error
             assert ("within 5 s" if how == signal.SIGSTOP else "is gone") in error
             info = engine.model_info(10)
             assert not info["consistent"] and info["weight_version"] == "1"

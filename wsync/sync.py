@@ -441,8 +441,6 @@ class Sync(Updates):
         with report.phase("commit"):
             connection.commit(park=not proves)
             self._requests.answered(self._group.check)
-            # workers take a second request with the same number for a repeated one
-            self._updates += proves
             # a worker may fail after the commit without its engine knowing
             self._still_there(connection)
         if sources is not None and proves:

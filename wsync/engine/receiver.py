@@ -190,7 +190,9 @@ class Receiver:
         return True, "sent"
 
     def _open(self, message: Control) -> tuple[bool, str]:
-        if self._session == message.session and message.update <= self._opened:
+        # a comparison has the number of the update that it compares
+        newest = self._opened - bool(message.answer)
+        if self._session == message.session and message.update <= newest:
             raise StateError(f"{_nth(message.update)} has already begun: the request was repeated")
         try:
             self._run(message)
