@@ -23,7 +23,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Records, wsync.Re
     """Two updates of eight rounds each, traced: of the last one the records, and its report."""
     folder = tmp_path_factory.mktemp("trace")
     weights = {"large": torch.arange(1 << 16, dtype=torch.float32)}
-    options = wsync.Options(deadline=60, round_nbytes=1 << 15, progress=False, verify="never")
+    options = wsync.Options(deadline=60, round_nbytes=1 << 15, progress=False)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(trace.VARIABLE, str(folder))
         with ProcessEngine({"large": (weights["large"].shape, torch.float32)}) as engine:

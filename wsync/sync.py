@@ -126,7 +126,7 @@ class Sync(Updates):
         with self._running("update"):
             report = self._repeat(self._update, version, weights)
             self._end(report)
-        report.trace.write()
+        report.trace.write(self._updates)
         return report
 
     @contextlib.contextmanager
@@ -168,7 +168,7 @@ class Sync(Updates):
         while True:
             try:
                 with self._reaching(report, version, weights):
-                    report.trace = self._trace.anew(self._updates)
+                    report.trace = self._trace.anew()
                     attempt(self._given(weights), report)
                 return report
             except _core.WsyncError as error:
@@ -269,7 +269,7 @@ class Sync(Updates):
             with self._one_error(report):
                 self._update(given, report, brought=brought)
             self._end(report)
-        report.trace.write()
+        report.trace.write(self._updates)
         return report
 
     @contextlib.contextmanager

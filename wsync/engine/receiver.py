@@ -207,7 +207,7 @@ class Receiver:
         return True, _nth(message.update)
 
     def _run(self, message: Control) -> None:
-        trace = self._trace = self._trace.anew(message.update)
+        trace = self._trace = self._trace.anew()
         timeout = message.deadline
         with trace.span("join"):
             importer = self._connect(message)
@@ -244,7 +244,7 @@ class Receiver:
             return
         self._loader.confirm()
         self.state.commit(message.session, update)
-        trace.write()
+        trace.write(update)
 
     def _compare(self, message: Control, importer: Session, rounds: int, *, taken: bool) -> Receipt:
         """Takes all rounds, unless they are taken, compares them with the weights, and tells the

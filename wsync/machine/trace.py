@@ -51,16 +51,15 @@ class Trace:
     folder: str = ""
     role: str = ""
     rank: int = 0
-    update: int = 0
     spans: list[Span] = field(default_factory=list)
 
     @classmethod
     def wanted(cls, role: str, rank: int) -> Trace:
         return cls(os.environ.get(VARIABLE, ""), role, rank)
 
-    def anew(self, update: int) -> Trace:
-        """Returns an empty trace, for an update by its number."""
-        return Trace(self.folder, self.role, self.rank, update)
+    def anew(self) -> Trace:
+        """Returns an empty trace, for the next update."""
+        return Trace(self.folder, self.role, self.rank)
 
     def span(self, what: str, round: int = -1) -> Stretch:
         """Records the block as a span."""
@@ -83,14 +82,14 @@ class Trace:
             what = "load" if self.role == "engine" else PHASES[phase]
             self.spans.append(("stream", what, index, begin, end))
 
-    def write(self) -> None:
+    def write(self, update: int) -> None:
         """Appends a line to the file.  If that fails, the error is only logged, because the weights
         have been delivered."""
         if not self.folder:
             return
-        facts = {**asdict(self), "pid": os.getpid()}
+        facts = {**asdict(self), "pid": os.getpid(), "update": update}
         try:
             with open(f"{self.folder}/{os.getpid()}.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
         except OSError as error:
-            _log.warning("update %d of this connection is not traced: %s", self.update, error)
+            _log.warning("update %d of this connection is not traced: %s", update, error)

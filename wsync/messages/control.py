@@ -16,12 +16,13 @@ wsync.messages.payload.control).  Its bytes are one JSON object:
 been committed or has failed.  In an SGLang engine with pipeline stages it answers at once, because
 the next stage gets the message only then.  If `answer` is an address, the worker compares the
 update with its weights instead of loading it, and connects there; its first message says in JSON
-what it has found (see report.Verification), and no `close` follows.  `close` gives the weights the
-version of the request around it.  It is refused unless the weights are those of that session's
-update number `update`.  `ahead` says what the session then brings of the next update before its
-`open`.  `inspect` makes the worker connect; its first message says in JSON what it keeps (see
-wsync.inspection).  `send` makes the worker fill another engine, together with the other workers
-(see wsync.engine.sending); the address is that of a torch.distributed.TCPStore.
+what it has found (see wsync.report.Verification).  Such an `open` may have the number of the `open`
+before, and no `close` belongs to it.  `close` gives the weights the version of the request around
+it.  It is refused unless the weights are those of that session's update number `update`.  `ahead`
+says what the session then brings of the next update before its `open`.  `inspect` makes the worker
+connect; its first message says in JSON what it keeps (see wsync.inspection).  `send` makes the
+worker fill another engine, together with the other workers (see wsync.engine.sending); the address
+is that of a torch.distributed.TCPStore.
 """
 
 import json
