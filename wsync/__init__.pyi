@@ -32,9 +32,9 @@ from wsync.handles.base import handle as handle
 from wsync.machine.exportable import exportable as exportable
 from wsync.options import Options as Options
 from wsync.report import Report as Report
+from wsync.report import Verification as Verification
 from wsync.sync import Sync as Sync
 from wsync.sync import connect as connect
-from wsync.report import Verification as Verification
 from wsync.slime.updaters import UpdateWeightFromDisk as UpdateWeightFromDisk
 from wsync.slime.updaters import UpdateWeightFromDistributed as UpdateWeightFromDistributed
 from wsync.slime.updaters import UpdateWeightFromTensor as UpdateWeightFromTensor

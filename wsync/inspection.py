@@ -5,10 +5,11 @@ vLLM: --worker-extension-cls wsync.vllm.WorkerExtension).  They learn what they 
 first update.  They answer through a Unix socket, so run this on their host, as their user.
 
 Several URLs, or --watch, give one table with a line for each engine.  An engine is lost if it does
-not answer, if an update of it has not ended, or if others report a newer version; a line below the
-table says why.  Workers on other hosts are not asked.  SGLang asks its workers after its running
-requests have ended, and new requests wait until then.  So --watch asks workers only for its first
-table, and --no-workers never: the version comes from the engine's API, and disturbs no request.
+not answer, updating if an update of it has not ended, and behind if others report a newer version;
+a line below the table says why.  Workers on other hosts are not asked.  SGLang asks its workers
+after its running requests have ended, and new requests wait until then.  So --watch asks workers
+only for its first table, and --no-workers never: the version comes from the engine's API, and
+disturbs no request.
 
 exit status: 0 all engines answer, with the newest version, and no worker says that its weights are
 inconsistent or differ from the trainer's; 1 if not; 2 wrong arguments.  --watch ends with Ctrl-C
@@ -20,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 import time
 from collections import defaultdict
@@ -30,14 +30,14 @@ from functools import partial
 from typing import Any, Final
 
 from wsync import _core
-from wsync.handles.answers import stages_of
+from wsync.handles.answers import stages_of, without_password
 from wsync.handles.base import EngineHandle, handle, how_started
 from wsync.handles.worker_facts import obstacle, worker_facts
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import LATER_SECONDS, Deadline, check_seconds, seconds
 from wsync.machine.host import is_elsewhere
 from wsync.messages.control import UPDATING
-from wsync.module_tensors.names import listed
+from wsync.report import other_values
 
 _HEADS: Final = ("worker", "model", "tensors", "bytes kept", "rounds", "ring bytes")
 _FLEET_HEADS: Final = ("engine", "version", "workers", "state", "last verification")
@@ -148,7 +148,7 @@ class _Member:
     """One of several engines."""
 
     def __init__(self, engine: object, api_key: str | None) -> None:
-        self.name = re.sub(r"(?<=://)[^/?#]*@", "", str(engine))  # without a password
+        self.name = without_password(str(engine))
         self._handle: EngineHandle | None = None
         self._make = partial(handle, engine, api_key=api_key)
         self._last: EngineReport | None = None
@@ -231,8 +231,7 @@ def _faults(said: Mapping[str, Any]) -> Iterator[str]:
         yield said["inconsistency"]
     found = said.get("verified")
     if found and found["current"] and found["different"]:
-        places = (f"{name}{at}" for name, at in found["different"].items())
-        yield f"other values in {listed(places)}"
+        yield other_values(found["different"])
 
 
 def _verified(workers: Sequence[Mapping[str, Any]]) -> str:

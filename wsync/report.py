@@ -220,6 +220,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def other_values(different: Mapping[str, Sequence[int]]) -> str:
+    """Names the tensors that differ, each with the indices of an element."""
+    return f"other values in {listed(f'{name}{at}' for name, at in different.items())}"
+
+
 @dataclass(frozen=True, repr=False)
 class Verification:
     """How the weights of engines compare with the trainer's.  True if no tensor differs and every
@@ -245,10 +250,9 @@ class Verification:
     def differences(self) -> str:
         """Names the tensors that differ, by worker; "" if there are none."""
         return "; ".join(
-            f"engine {found['engine']}: worker {found['worker']}: other values in "
-            + listed(f"{name}{at}" for name, at in found["different"].items())
-            for found in self.workers
-            if found["different"]
+            f"engine {each['engine']}: worker {each['worker']}: {other_values(each['different'])}"
+            for each in self.workers
+            if each["different"]
         )
 
     def __repr__(self) -> str:

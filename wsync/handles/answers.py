@@ -30,6 +30,11 @@ _IDENTITY: Final = (
 )
 
 
+def without_password(url: str) -> str:
+    """A URL for texts: without the user and the password."""
+    return re.sub(r"(?<=://)[^/?#]*@", "", url)
+
+
 def identity_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """The facts by which an engine differs from other engines, and from itself before a restart.
     wsync's own `instance` is enough.  An engine without `instance` has other facts: the process of

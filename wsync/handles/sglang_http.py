@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final
@@ -21,6 +20,7 @@ from wsync.handles.answers import (
     check_same,
     engine_text,
     json_or_text,
+    without_password,
 )
 from wsync.handles.sglang_base import ApiHandle
 from wsync.machine.deadline import Deadline, seconds
@@ -54,7 +54,7 @@ class HttpHandle(ApiHandle):
                 f"engine {url!r}: a URL starts with http://, https:// or vllm+http://"
             )
         super().__init__(sessions=True)  # until the server turns out to have none
-        self.name = re.sub(r"(?<=://)[^/?#]*@", "", url.rstrip("/"))  # without a password
+        self.name = without_password(url.rstrip("/"))
         if self.name != url.rstrip("/"):
             raise InvalidArgumentError(
                 f"engine {self.name}: the URL must not contain a user or password; give the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError
+from wsync.handles.answers import without_password
 from wsync.handles.base import (
     EngineHandle,
     check_distinct,
@@ -256,7 +256,7 @@ class Fleet:
             last = each is found[-1] and not self._members
             if not patient or (first and (last or not isinstance(error, _SILENT))):
                 raise error
-            name = re.sub(r"(?<=://)[^/?#]*@", "", str(engine))  # without a password
+            name = without_password(str(engine))
             self._waiting[name] = str(error)
             if waited.get(name) != str(error):
                 _log.warning("wsync: updates go without engine %s: %s", name, error)
