@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = ["DiskSync", "newest"]
 
 _log = logging.getLogger(__name__)
-_MOST: Final = 20
+_MOST: Final = 20  # versions with changes after a whole one, unless `delta` is a number
 _PACE_SECONDS = 2.0  # even with a call's deadline added, ranks wait longer
 _NOT_BY_DISK = dict.fromkeys(
     (
@@ -396,7 +396,7 @@ class DiskSync(Updates):
             engine.handle.pull_weights(**told, timeout=deadline.left)
 
         if self._group.rank == 0:
-            self._requests.ask(pull, deadline, self._group.check)
+            self._requests.call_all(pull, deadline, self._group.check)
         self._group.confirm()
 
     def _load(self, path: str, version: str) -> None:

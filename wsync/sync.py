@@ -68,7 +68,7 @@ class Sync(Updates):
     ) -> None:
         super().__init__(source, options)
         self._connection: Connection | None = None
-        self._proved = False  # whether an update by this connection was verified
+        self._verified = False  # whether an update by this connection was
         # a staged update's report, its weights, and whether the engines hold its bytes
         self._staged: tuple[Report, Weights | None, bool] | None = None
         self._lending: Lending | None = None  # lets workers read in place
@@ -418,8 +418,16 @@ class Sync(Updates):
         """Whether the connection's engines take an update's bytes before they pause."""
         return self._connection is not None and self._connection.staged
 
+    @property
+    def _verifies(self) -> bool:
+        """Whether an update that this connection makes now is to be verified."""
+        wanted = self.options.verify
+        return bool(self._receiving) and (
+            wanted == "always" or (wanted == "first" and not self._verified)
+        )
+
     def _update(self, weights: Weights | None, report: Report, *, brought: bool = False) -> None:
-        sources = None
+        sources = None  # of what was staged: the trainer's weights may have changed since
         with self._group.watching(self._watch):
             if brought and self._connection is not None:
                 self._connection.look()  # before anybody pauses
@@ -434,30 +442,30 @@ class Sync(Updates):
                 connection.prepared(report)
         with report.phase("prepare"), self._group.watching(self._watch_failures):
             self._group.barrier()
-        wanted = self.options.verify
-        # what was staged is not verified, because the trainer's weights may have changed since
-        proves = wanted == "always" or (wanted == "first" and not self._proved)
-        proves &= sources is not None and bool(self._receiving)
+        if not self._verifies:
+            sources = None
         with report.phase("commit"):
-            connection.commit(park=not proves)
+            connection.commit(park=sources is None)
             self._requests.answered(self._group.check)
             # a worker may fail after the commit without its engine knowing
             self._still_there(connection)
-        if sources is not None and proves:
-            self._prove(connection, sources, report)
+        if sources is not None:
+            self._verify_update(connection, sources, report)
         with report.phase("commit"):
             self._use_up_version()
             self._requests.close(report.version, self._group.check, ahead=connection.ahead)
             self._still_there(connection)
             self._resume()
 
-    def _prove(self, connection: Connection, sources: _core.BufferTable, report: Report) -> None:
+    def _verify_update(
+        self, connection: Connection, sources: _core.BufferTable, report: Report
+    ) -> None:
         """Verifies an update before its engines get the version."""
         with report.phase("verify"):
             found = self._compare(connection, sources, Report(report.version))
         if found.differences:
             raise _core.StateError(f"after this update, {found.differences}")
-        self._proved, report.verification = True, found
+        self._verified, report.verification = True, found
 
     def _bring(self, weights: Weights | None, report: Report) -> _core.BufferTable:
         """Brings all rounds to workers that keep them beside their weights."""
@@ -547,7 +555,7 @@ class Sync(Updates):
 
     def _connect(self, gpu: str) -> Connection:
         if self._connection is None:
-            self._proved = False
+            self._verified = False
             self._connection = Connection(
                 self._group,
                 self._roster,

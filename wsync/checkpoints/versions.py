@@ -175,7 +175,7 @@ class Versions:
             folder.rename(final)
             _sync(self.root)
             _sync(self._work)
-            if not _is_delta(final):
+            if not _is_delta(_metadata(final)):
                 link = self._hidden(LATEST)
                 link.symlink_to(final.name)
                 link.replace(self.root / LATEST)
@@ -189,10 +189,10 @@ class Versions:
             return
         with contextlib.suppress(OSError, _core.WsyncError):
             latest = newest(self.root)
-            found = self.root.glob(f"{_PREFIX}*")
-            others = [p for p in found if p.resolve() != latest and _is_version(p)]
+            found = {path: _metadata(path) for path in self.root.glob(f"{_PREFIX}*")}
+            others = [p for p in found if p.resolve() != latest and _is_version(p, found[p])]
             others.sort(key=_written, reverse=True)
-            whole = [path for path in others if not _is_delta(path)]
+            whole = [path for path in others if not _is_delta(found[path])]
             kept = [latest, *whole[: self._keep - 1]]
             first = min(map(_written, kept))
             for old in reversed(others):
@@ -228,20 +228,17 @@ def _metadata(folder: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _is_version(folder: Path) -> bool:
-    """Whether `publish` has named a folder: the version in its index fits the name."""
-    found = _metadata(folder)
+def _is_version(folder: Path, found: Mapping[str, Any]) -> bool:
+    """Whether `publish` has named a folder: the version in its index's metadata fits the name."""
     if "weight_version" not in found:
         return False
-    known = (
-        re.escape(_name(str(found.get("version", found["weight_version"])))) + r"(\.[0-9]{1,3})?"
-    )
-    return re.fullmatch(known, folder.name) is not None
+    version = str(found.get("version", found["weight_version"]))
+    return re.fullmatch(re.escape(_name(version)) + r"(\.[0-9]{1,3})?", folder.name) is not None
 
 
-def _is_delta(folder: Path) -> bool:
-    """Whether a version holds only changes; see wsync.checkpoints.deltas."""
-    return "delta_encoding" in _metadata(folder)
+def _is_delta(found: Mapping[str, Any]) -> bool:
+    """Whether a version with this metadata holds only changes; see wsync.checkpoints.deltas."""
+    return "delta_encoding" in found
 
 
 def _written(version: Path) -> tuple[int, str]:

@@ -124,7 +124,7 @@ class EngineRequests:
         self._options = options
         self.engines = [CheckedEngine(engine) for engine in engines]
         self._unused: list[CheckedEngine] = []
-        self._pausing = self._opened = self._handover = NO_CALLS
+        self._pausing = self._opened = self._calling = NO_CALLS
         self._messages: Mapping[int, Sequence[Control]] = {}  # that opened the update
         self._early: set[str] = set()  # engines that answer before the update is committed
         self._left: UnderWay = []  # requests of failed updates
@@ -259,7 +259,7 @@ class EngineRequests:
                 engine.verify(deadline.left)
                 self.effect.look(engine.handle, deadline.left, after=True)
 
-        self.ask(hand_over, deadline, check)
+        self.call_all(hand_over, deadline, check)
 
     def resume(self, deadline: Deadline, check: Check) -> None:
         """Lets all paused engines continue."""
@@ -268,14 +268,14 @@ class EngineRequests:
             if engine.stopped:
                 engine.resume(deadline.left)
 
-        self.ask(resume, deadline, check)
+        self.call_all(resume, deadline, check)
 
-    def ask(self, call: Call, deadline: Deadline, check: Check) -> None:
+    def call_all(self, call: Call, deadline: Deadline, check: Check) -> None:
         """Calls a function with the index and the handle of each engine, and waits for all."""
-        self._handover = self._start(call)
+        self._calling = self._start(call)
         # the other ranks wait meanwhile, so this has to end before the exchange deadline
-        self._handover.join(deadline.left + LATER_SECONDS, check)
-        self._handover = NO_CALLS
+        self._calling.join(deadline.left + LATER_SECONDS, check)
+        self._calling = NO_CALLS
 
     def abandon(self, error: Exception, left: UnderWay | None = None) -> None:
         """Sends no further requests after a failure.  Waits a moment for requests under way and for
@@ -284,9 +284,9 @@ class EngineRequests:
         note of the error says how to continue the other engines.
         """
         asked = [*self._left, *(left or [])]
-        for calls in (self._pausing, self._opened, self._handover):
+        for calls in (self._pausing, self._opened, self._calling):
             asked += calls.under_way
-        self._pausing = self._opened = self._handover = NO_CALLS
+        self._pausing = self._opened = self._calling = NO_CALLS
         for engine in self.engines:
             engine.give_up()
         wait([call for _, call in asked], min(LEAVE_SECONDS, self._options.deadline))

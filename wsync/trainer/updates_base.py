@@ -270,9 +270,9 @@ class Updates(abc.ABC):
         report.paused = self._requests.pauses
         if self._group.rank == 0:
             with contextlib.suppress(Exception):  # of a log handler: the update has succeeded
+                self._log_update(report)
                 if self._exporter is not None:
                     self._exporter.end(report)
-                self._log_update(report)
 
     def _export(self) -> None:
         """Begins to keep metrics, if that is wanted; called on rank 0."""
