@@ -1,7 +1,7 @@
 """`wsync copy`: fills an engine with the weights of a running engine, without a trainer.
 
-The engines may have other numbers of workers.  The workers of the source have to run wsync's loader
-(SGLang: --custom-weight-loader wsync.sglang.load_weights; vLLM: --worker-extension-cls
+The engines may differ in their numbers of workers.  The workers of the source have to run wsync's
+loader (SGLang: --custom-weight-loader wsync.sglang.load_weights; vLLM: --worker-extension-cls
 wsync.vllm.WorkerExtension), and a trainer has to have updated them since they were started.
 The copy begins when the running requests of the source have ended; new ones wait from then on.
 """

@@ -113,7 +113,7 @@ class DiskSync(Updates):
             the bytes that it writes in host memory: in all, one model.  Each thread needs as much
             as the rank's largest tensor, or 64 MiB.  It needs `pip install numpy zstandard`.
             Versions' names have numbers of their own, from the clock, because an engine's copy
-            never goes back, also not for a new run.
+            never goes back, not even for a new run.
         local_folder: for `delta`: where each engine's host keeps its copy of the checkpoint
             (slime's --update-weight-local-checkpoint-dir).  Hosts have Options.deadline to fetch a
             version, also a whole one.

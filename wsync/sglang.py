@@ -120,7 +120,7 @@ def _answer_in_thread(
     model: Any, receiver: Receiver, own: list[tuple[str, Any]], message: Control
 ) -> None:
     """Answers in a pipeline stage, which passes a request on when this returns.  All stages take
-    part in an update together, or fill an engine together.  So this returns at once then."""
+    part in an update or a copy together, so this returns at once from a message that begins one."""
     with _lock:
         thread = vars(model).get(_THREAD)
         if thread is None:

@@ -227,7 +227,7 @@ class Fleet:
 
     def _list(self, *, first: bool = False) -> None:
         """Lists the engines anew.  An engine that cannot join does not hold the others up.  The
-        first time, only one that does not answer may be missing, and not all of them."""
+        first time, only engines that do not answer may be missing, and not all of them."""
         given, former, found = listed(self._engines), self._members, list[_Member | Any]()
         begun, joining = list[Future[_Member]](), self._joining
         for engine, gpu in zip(given, self._gpus(len(given)), strict=True):
