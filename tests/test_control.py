@@ -23,7 +23,7 @@ OPEN = {
         Control(op="open", session="5f0c", address=ADDRESS, update=7, deadline=2.5),
         Control(op="close", session="a" * 64, update=2**62, deadline=60),
         Control(op="inspect", session="0", address=ADDRESS, update=0, deadline=1),
-        Control(op="send", session="0", update=0, deadline=1, orders={"joiner": "http://h"}),
+        Control(op="send", session="0", update=0, deadline=1, orders={"target": "http://h"}),
     ],
 )
 def test_a_message_survives_the_journey(message: Control) -> None:

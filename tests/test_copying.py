@@ -63,20 +63,20 @@ def source() -> Iterator[WorkersEngine]:
 @pytest.mark.parametrize("way", ["auto", "distributed"])
 def test_two_workers_fill_four_byte_for_byte(source: WorkersEngine, way: str) -> None:
     known = options(delivery=way, round_nbytes=2048, ring_nbytes=8192)
-    with processes(4) as joiner, served(joiner) as front:
+    with processes(4) as target, served(target) as front:
         report = wsync.copy_weights(source, front.url, options=known)
-        assert joiner._call("held", None, PATIENCE) == loaded(4, 7)
-        assert (joiner.weight_version, joiner.paused, front.pauses) == ("7", False, 1)
+        assert target._call("held", None, PATIENCE) == loaded(4, 7)
+        assert (target.weight_version, target.paused, front.pauses) == ("7", False, 1)
         assert report.paths == {front.url: "ring" if way == "auto" else "gloo"}
         assert report.redundancy == 1.0
         # what was copied can be copied on, and replaced; the source takes updates as before
         with processes(1) as third, served(third) as last:
-            wsync.copy_weights(joiner, last.url, options=known)
+            wsync.copy_weights(target, last.url, options=known)
             assert third._call("held", None, PATIENCE) == loaded(1, 7)
         update(source, 8)
         wsync.copy_weights(source, front.url, options=known)
-        assert joiner._call("held", None, PATIENCE) == loaded(4, 8)
-        assert joiner.weight_version == "8"
+        assert target._call("held", None, PATIENCE) == loaded(4, 8)
+        assert target.weight_version == "8"
         update(source, 7)
 
 
@@ -89,20 +89,20 @@ STRUCK = {
 
 
 @pytest.mark.parametrize("struck", [*list(STRUCK)[:1], *map(slow, list(STRUCK)[1:])])
-def test_a_source_that_dies_or_stops_leaves_the_joiner_paused(
+def test_a_source_that_dies_or_stops_leaves_the_target_paused(
     struck: tuple[signal.Signals, int],
 ) -> None:
     (seconds, text), (sent, worker) = STRUCK[struck], struck
-    with processes(2) as engine, processes(4) as joiner, served(joiner) as front:
+    with processes(2) as engine, processes(4) as target, served(target) as front:
         update(engine, 7)
         front.on_open = lambda: os.kill(engine.pids[worker], sent)
         with pytest.raises(wsync.WsyncError, match="from engine tp2, ") as caught:
             wsync.copy_weights(engine, front.url, options=options(deadline=seconds))
         found = str(caught.value)
         assert re.search(text, found) and front.url in found and "stay paused" in found, found
-        assert joiner.paused
-        update(joiner, 9)  # by a trainer
-        assert joiner._call("held", None, PATIENCE) == loaded(4, 9)
+        assert target.paused
+        update(target, 9)  # by a trainer
+        assert target._call("held", None, PATIENCE) == loaded(4, 9)
         if sent is signal.SIGSTOP:
             os.kill(engine.pids[worker], signal.SIGCONT)
 
@@ -118,7 +118,7 @@ def scaled(module: Fused, pairs: Any) -> None:
     Fused.load_weights(module, [pair for pair in pairs if pair[0] != "norm"])
 
 
-def test_what_cannot_be_sent_is_refused_before_the_joiner_pauses() -> None:
+def test_what_cannot_be_sent_is_refused_before_the_target_pauses() -> None:
     never, computing, stock = threads(Fused()), threads(changed(scaled)), threads(Fused())
     update(computing, 7)
     stock.load_formats = ()  # type: ignore[assignment]

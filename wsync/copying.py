@@ -38,10 +38,10 @@ _STEPS: Final = 3.0  # deadlines that a copy may take: to meet, to learn, to bri
 
 
 def copy_weights(
-    source: Any, joiner: Any, *, api_key: str | None = None, options: Options | None = None
+    source: Any, target: Any, *, api_key: str | None = None, options: Options | None = None
 ) -> Report:
-    """Fills an engine with the weights of a running engine of the same model.  The joiner's workers
-    then hold what they would hold after an update by the source's trainer, and the joiner reports
+    """Fills an engine with the weights of a running engine of the same model.  The target's workers
+    then hold what they would hold after an update by the source's trainer, and the target reports
     the source's weight version.
 
     The source's workers act as the ranks of a trainer.  They learnt in their last update where
@@ -50,34 +50,34 @@ def copy_weights(
 
     Args:
         source: an engine, as `wsync.handle` takes it.
-        joiner: a URL of another engine, which the source's first worker can reach.
+        target: a URL of another engine, which the source's first worker can reach.
         api_key: the bearer key of both engines.
         options: deadline, delivery, round_nbytes, ring_nbytes and verify count, as for
-            `wsync.connect`.  If the weights are on GPUs or the joiner is on another host,
+            `wsync.connect`.  If the weights are on GPUs or the target is on another host,
             delivery="auto" is "distributed".
 
     Returns:
         What happened, as the source's first worker saw it.
 
     Raises:
-        InvalidArgumentError: both are one engine, or the joiner holds another model.
+        InvalidArgumentError: both are one engine, or the target holds another model.
         StateError: the source's workers do not know what they hold, or hold parts of an update.
         UnsupportedError: the source does not run wsync's loader, or its load_weights computes with
             some tensors.
         WsyncError: an engine does not answer, refuses, or is updated by a trainer; see also
-            `Sync.update`.  The text says whether the joiner stays paused.
+            `Sync.update`.  The text says whether the target stays paused.
     """
     chosen = Options.of(options)
-    given, taken = handles_of([source, joiner], timeout=chosen.deadline, api_key=api_key)
+    given, taken = handles_of([source, target], timeout=chosen.deadline, api_key=api_key)
     if "://" not in taken.name:
-        raise _core.InvalidArgumentError(f"joiner={joiner!r}: expected the URL of an engine")
+        raise _core.InvalidArgumentError(f"target={target!r}: expected the URL of an engine")
     started = how_started(given, chosen.deadline)
     if why := obstacle(given, started):
         raise _core.UnsupportedError(f"engine {given.name}: {why}")
     workers = given.workers * stages_of(started)
     passed = {name: getattr(chosen, name) for name in _PASSED} | {"progress": False}
     orders: dict[str, Any] = {"options": passed, "ranks": workers}
-    orders |= {"joiner": taken.name, "api_key": api_key}
+    orders |= {"target": taken.name, "api_key": api_key}
     with _asked(given, orders, chosen.deadline) as (store, asking):
         hear = partial(_hear, store, asking, given.name)
         hear([f"worker{number}" for number in range(workers)], chosen.deadline)
@@ -123,7 +123,7 @@ def _hear(
     """Waits until all keys are set.  Raises the error of a worker, or of the request.  When the
     request fails, a worker may say more, a little later.
 
-    state: the end of an error's text that does not say whether the joiner is paused.
+    state: the end of an error's text that does not say whether the target is paused.
     """
     deadline, last = Deadline(timeout), None
     while True:
@@ -150,13 +150,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "wsync copy", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="the URL of the engine that has the weights")
-    parser.add_argument("joiner", help="the URL of the engine to fill")
+    parser.add_argument("target", help="the URL of the engine to fill")
     parser.add_argument("--api-key", help="the API key of both engines")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a step (default 120)")
     chosen = parser.parse_args(argv)
     try:
         options = Options(deadline=chosen.timeout)
-        report = copy_weights(chosen.source, chosen.joiner, api_key=chosen.api_key, options=options)
+        report = copy_weights(chosen.source, chosen.target, api_key=chosen.api_key, options=options)
     except _core.WsyncError as error:
         print(f"wsync copy: {error}", file=sys.stderr)
         return 1

@@ -3,7 +3,7 @@
 Whoever asks for a copy hosts a store, and sends each worker a control message with the store's
 address and these orders:
 
-    joiner, api_key   the engine to fill: its URL, and its key or null
+    target, api_key   the engine to fill: its URL, and its key or null
     ranks             the number of workers, which are the ranks of an ordinary update
     options           the fields of wsync.Options
 
@@ -75,11 +75,11 @@ def send(message: Control, worker: int, look: Callable[[], tuple[Held, str]]) ->
 
 
 def _fill(layout: TrainerLayout, orders: dict[str, Any], version: str) -> Report:
-    joiner, options = orders["joiner"], Options(**orders["options"])
-    if options.delivery == "auto" and (of(layout.made_from) or is_elsewhere(joiner)):
+    target, options = orders["target"], Options(**orders["options"])
+    if options.delivery == "auto" and (of(layout.made_from) or is_elsewhere(target)):
         # engines do not share GPUs
         options = dataclasses.replace(options, delivery="distributed")
-    engines = [joiner] if layout.rank == 0 else []
+    engines = [target] if layout.rank == 0 else []
     with Sync(layout, engines, api_key=orders["api_key"], options=options) as sync:
         return sync.update(version=version)
 
