@@ -8,18 +8,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.distributed_receivers import FusedWorker
 from support.fronts import served
-from support.fused import Fused, bytes_of, changed, draw, held
+from support.fused import BF16, Fused, bytes_of, changed, draw, held
 from support.tiny_qwen3 import in_server
 from support.worker_processes import WorkersEngine
 from support.workers import ThreadEngine
 
 import wsync
+from wsync.checkpoints.safetensors_layout import INDEX
 from wsync.demo.engines.serve import serve_in_process
 from wsync.engine.learn.recorded_loader import RecordedLoader
 
@@ -107,6 +110,17 @@ def test_a_source_that_dies_or_stops_leaves_the_target_paused(
             os.kill(engine.pids[worker], signal.SIGCONT)
 
 
+def test_two_workers_write_a_checkpoint(source: WorkersEngine, tmp_path: Path) -> None:
+    report = wsync.copy_weights(source, tmp_path, options=options())
+    assert (report.exchange, report.version, report.workers) == ("disk", "7", 0)
+    assert os.readlink(tmp_path / "latest") == "weight_v000007"
+    (file,) = (tmp_path / "latest").glob("*.safetensors")
+    expected = {name: bytes_of(each.to(BF16)) for name, each in draw(7).items()}
+    found = load_file(file)
+    assert {name: bytes_of(each.to(BF16)) for name, each in found.items()} == expected
+    assert found["router"].dtype == torch.float32  # as the engine has it
+
+
 def threads(*modules: Any) -> ThreadEngine:
     return ThreadEngine([RecordedLoader(module) for module in modules])
 
@@ -170,7 +184,7 @@ def test_a_trainer_cannot_update_the_source_meanwhile() -> None:
         sync.update(draw(8), version=8)
 
 
-def test_the_command_fills_one_server_from_another() -> None:
+def test_the_command_fills_one_server_from_another(tmp_path: Path) -> None:
     from transformers import Qwen3Config
 
     config = Qwen3Config(
@@ -185,3 +199,8 @@ def test_the_command_fills_one_server_from_another() -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert re.match(r"version default: \d+ tensors, .* to 1 worker in ", done.stdout)
         assert in_server(one.url) == in_server(other.url)
+        command[-1] = os.fspath(tmp_path / "checkpoints")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.match(r"version default: \d+ tensors, .* to 0 workers in ", done.stdout)
+        assert (tmp_path / "checkpoints" / "latest" / INDEX).exists()

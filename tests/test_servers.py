@@ -5,6 +5,7 @@ Its packages are not among the test extra's: `.ci/run servers` installs them.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -162,6 +163,11 @@ def test_a_server_is_filled_from_one_of_another_size(
         assert checksums(joiner) == wanted
         check(joiner, second, "sideways")
         check(server, second, "sideways")
+        # and a checkpoint, which its own loader can read
+        wsync.copy_weights(server.url, tmp_path / "back", options=options)
+        reloaded(joiner, first)
+        back = dataclasses.replace(second, folder=tmp_path / "back" / "latest")
+        assert reloaded(joiner, back) == wanted
 
 
 def test_every_byte_is_that_of_a_reload_from_the_disk(

@@ -1,4 +1,5 @@
-"""`wsync copy`: fills an engine with the weights of a running engine, without a trainer.
+"""`wsync copy`: fills an engine with the weights of a running engine, without a trainer; or writes
+them as a checkpoint, from which a trainer can start again.
 
 The engines may differ in their numbers of workers.  The workers of the source have to run wsync's
 loader (SGLang: --custom-weight-loader wsync.sglang.load_weights; vLLM: --worker-extension-cls
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,8 @@ def copy_weights(
 ) -> Report:
     """Fills an engine with the weights of a running engine of the same model.  The target's workers
     then hold what they would hold after an update by the source's trainer, and the target reports
-    the source's weight version.
+    the source's weight version.  Or writes the weights as a checkpoint, with the dtypes that the
+    source has (a trainer's float32 weights come back as bfloat16).
 
     The source's workers act as the ranks of a trainer.  They learnt in their last update where
     their model's tensors are.  Until the copy is done, the source does not answer requests, and no
@@ -50,7 +53,10 @@ def copy_weights(
 
     Args:
         source: an engine, as `wsync.handle` takes it.
-        target: a URL of another engine, which the source's first worker can reach.
+        target: a URL of another engine, which the source's first worker can reach; or the path of
+            a folder that all workers of the source can write to.  The link `latest` in it
+            leads to the checkpoint, which gets the configuration and tokenizer files of the
+            source's own checkpoint, if the first worker's host has it.
         api_key: the bearer key of both engines.
         options: deadline, delivery, round_nbytes, ring_nbytes and verify count, as for
             `wsync.connect`.  If the weights are on GPUs or the target is on another host,
@@ -68,29 +74,40 @@ def copy_weights(
             `Sync.update`.  The text says whether the target stays paused.
     """
     chosen = Options.of(options)
-    given, taken = handles_of([source, target], timeout=chosen.deadline, api_key=api_key)
-    if "://" not in taken.name:
-        raise _core.InvalidArgumentError(f"target={target!r}: expected the URL of an engine")
-    started = how_started(given, chosen.deadline)
-    if why := obstacle(given, started):
-        raise _core.UnsupportedError(f"engine {given.name}: {why}")
-    workers = given.workers * stages_of(started)
-    passed = {name: getattr(chosen, name) for name in _PASSED} | {"progress": False}
-    orders: dict[str, Any] = {"options": passed, "ranks": workers}
-    orders |= {"target": taken.name, "api_key": api_key}
+    folder = isinstance(target, str | os.PathLike) and "://" not in os.fspath(target)
+    engines = [source] if folder else [source, target]
+    given, *taken = handles_of(engines, timeout=chosen.deadline, api_key=api_key)
+    if any("://" not in each.name for each in taken):
+        text = "expected the URL of an engine, or the path of a folder"
+        raise _core.InvalidArgumentError(f"target={target!r}: {text}")
+    target = os.path.abspath(target) if folder else taken[0].name
+    orders = {"target": target, "api_key": api_key, **_orders(given, chosen)}
     with _asked(given, orders, chosen.deadline) as (store, asking):
         hear = partial(_hear, store, asking, given.name)
-        hear([f"worker{number}" for number in range(workers)], chosen.deadline)
+        hear([f"worker{number}" for number in range(orders["ranks"])], chosen.deadline)
         version = store.get("worker0").decode()
         if version == UNKNOWN_VERSION:  # SGLang does not tell its workers
             found = given.model_info(chosen.deadline).get("weight_version")
             version = version if found is None else str(found)
         store.set("version", version)
-        hear(["done"], _STEPS * chosen.request_deadline, f"; engine {taken.name} may stay paused")
+        state = "" if folder else f"; engine {target} may stay paused"
+        hear(["done"], _STEPS * chosen.request_deadline, state)
         wait([asking], chosen.deadline)
         facts = json.loads(store.get("done"))["report"]
         found = facts.pop("verification")
         return Report(**facts, verification=found and Verification(**found))
+
+
+def _orders(source: EngineHandle, options: Options) -> dict[str, Any]:
+    """What the source's workers are told, whatever the target is."""
+    started = how_started(source, options.deadline)
+    if why := obstacle(source, started):
+        raise _core.UnsupportedError(f"engine {source.name}: {why}")
+    return {
+        "ranks": source.workers * stages_of(started),
+        "model": [started.get("model_path"), started.get("revision")],
+        "options": {name: getattr(options, name) for name in _PASSED} | {"progress": False},
+    }
 
 
 @contextlib.contextmanager
@@ -145,13 +162,13 @@ def _hear(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fills an engine and prints how.  Returns 0, 1 after an error, 2 for bad arguments."""
+    """Copies and prints how.  Returns 0, 1 after an error, 2 for bad arguments."""
     parser = argparse.ArgumentParser(
         "wsync copy", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="the URL of the engine that has the weights")
-    parser.add_argument("target", help="the URL of the engine to fill")
-    parser.add_argument("--api-key", help="the API key of both engines")
+    parser.add_argument("target", help="the URL of the engine to fill, or a folder of checkpoints")
+    parser.add_argument("--api-key", help="the API key of the engines")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a step (default 120)")
     chosen = parser.parse_args(argv)
     try:

@@ -1,9 +1,11 @@
-"""An engine's worker as a trainer rank, whose parameters fill another engine (see wsync.copying).
+"""An engine's worker as a trainer rank, whose parameters fill another engine, or the files of a
+checkpoint (see wsync.copying).
 
 Whoever asks for a copy hosts a store, and sends each worker a control message with the store's
 address and these orders:
 
-    target, api_key   the engine to fill: its URL, and its key or null
+    target, api_key   the engine to fill: its URL, and its key or null; or a folder
+    model             for a folder: the source's checkpoint, as its path or name, and its revision
     ranks             the number of workers, which are the ranks of an ordinary update
     options           the fields of wsync.Options
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +27,8 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from wsync._core import LayoutBuilder, WsyncError, describe
+from wsync.checkpoints.hub_cache import folder_of
+from wsync.disk import DiskSync
 from wsync.engine.ring_loaders import Held
 from wsync.families.registry import TOGETHER
 from wsync.layout import Members, TrainerLayout
@@ -76,6 +81,13 @@ def send(message: Control, worker: int, look: Callable[[], tuple[Held, str]]) ->
 
 def _fill(layout: TrainerLayout, orders: dict[str, Any], version: str) -> Report:
     target, options = orders["target"], Options(**orders["options"])
+    if "://" not in target:
+        name, revision = orders["model"]
+        base = folder_of(name, revision) if isinstance(name, str) else ""
+        options = Options(deadline=options.deadline, progress=False)
+        known: Any = {"base": base if os.path.isdir(base) else None, "options": options}
+        with DiskSync(layout, folder=target, keep=None, **known) as disk:
+            return disk.update(version=version)
     if options.delivery == "auto" and (of(layout.made_from) or is_elsewhere(target)):
         # engines do not share GPUs
         options = dataclasses.replace(options, delivery="distributed")
