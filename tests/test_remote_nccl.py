@@ -129,6 +129,38 @@ def test_a_worker_that_stops_ends_the_update_in_time(ranks: Ranks, misuse: Path)
     check(found, r"has not moved its bytes|within \d+ s|deadline passed|no answer", misuse)
 
 
+@pytest.mark.parametrize(
+    ("step", "how"),
+    [
+        ("round", signal.SIGKILL),
+        pytest.param("introduced", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("prepared", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("round", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_that_dies_costs_itself(step: str, how: int, ranks: Ranks, misuse: Path) -> None:
+    for facts in ranks.run(cases.lose_one, dense(), step, how, timeout=240):
+        assert facts["lost"] == [["tp1"]] * 2
+        assert facts["wrong"] == []
+        assert facts["paths"] == [{"tp2": "nccl"}] * 2
+        assert facts["left"][0] == (0, 0)
+    assert said(misuse) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plant", ["in worker", "in trainer"])
+def test_operations_fail_in_turn(plant: str, ranks: Ranks, misuse: Path) -> None:
+    found = ranks.run(cases.fail_in_turn, dense(), plant, timeout=840)
+    for facts in found:
+        assert facts["wrong"] == []
+        assert facts["errors"] == found[0]["errors"]
+        assert len(facts["errors"]) > 10
+        assert all("nccl" in error for error in facts["errors"]), facts["errors"]
+        assert facts["left"][0] == (0, 0)
+    assert said(misuse) == ""
+
+
 def check(found: list[dict[str, Any]], text: str, misuse: Path) -> None:
     """One error for all, and nothing is left of it in the next update."""
     (error,) = {facts["error"] for facts in found}

@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "flush_cache": False,
 }
 BRIEF: dict[str, Any] = {**OPTIONS, "deadline": 4.0}
+OPERATIONS = 40  # more than an update has
 STRUCK = 1  # the round in which something happens
 
 
@@ -275,6 +276,46 @@ def fail_once(config: Any, plant: str, *how: Any) -> dict[str, Any]:
         "paths": set(report.paths.values()),
         "left": _left(remote),
     }
+
+
+def lose_one(config: Any, step: str, how: int) -> dict[str, Any]:
+    """A worker of one engine gets a signal in the first of two updates: the engines that each goes
+    without, those that are wrong then, and the others' paths."""
+    mine, remote = held(config), engines(config, 1, 2)
+    options = wsync.Options(**{**BRIEF, "lost": "continue"})
+    facts: dict[str, Any] = {"lost": [], "wrong": [], "paths": []}
+    with wsync.connect(mine.layout, remote, options=options) as sync:
+        undo = PLANTS["worker"](remote, step, how)
+        for seed in (1, 2):
+            mine.train(seed)
+            report = sync.update(version=seed)
+            facts["lost"].append([*report.lost])
+            facts["wrong"] += _wrong(remote[1:], config, seed, str(seed))
+            facts["paths"].append(report.paths)
+    undo()
+    return {**facts, "left": _left(remote[1:])}
+
+
+def fail_in_turn(config: Any, plant: str) -> dict[str, Any]:
+    """The first operation fails, then the second one, and so on, each in an update of its own and
+    followed by another update.  The errors, the engines that are wrong after an update which
+    returns, and what is left."""
+    mine, remote = held(config), engines(config, 1, 2)
+    options = wsync.Options(**{**BRIEF, "lost": "continue"})
+    wrong, errors, version = list[str](), list[str](), 0
+    with wsync.connect(mine.layout, remote, options=options) as sync:
+        for k in range(OPERATIONS):
+            undo = PLANTS[plant](remote, "error", k, 6)
+            for _ in range(2):
+                version += 1
+                mine.train(version)
+                error = error_of(functools.partial(sync.update, version=version))
+                undo()
+                if error:
+                    errors.append(error)
+                else:
+                    wrong += _wrong(remote, config, version, str(version))
+    return {"wrong": wrong, "errors": errors, "left": _left(remote)}
 
 
 def _plant_in_worker(
