@@ -76,6 +76,19 @@ def test_an_engine_that_was_restarted_takes_the_next_update(trainer: Ranks, flee
     check(fleet, 2, 0, 1, 2)
 
 
+def test_a_restarted_engine_gets_the_version_alone(trainer: Ranks, fleet: Fleet) -> None:
+    join(trainer, fleet)
+    fleet.kill(2)
+    assert [[*each] for each in trainer.run(fleet_cases.update, 2)] == [["engine2"]] * RANKS
+    fleet.start(2)
+    asked = [fleet.asked(number) for number in (0, 1)]
+    trainer.run(fleet_cases.update_alone, fleet.paths[2], 2)
+    assert [fleet.asked(number) for number in (0, 1)] == asked
+    check(fleet, 2, 0, 1, 2)
+    assert trainer.run(fleet_cases.update, 3) == [{}] * RANKS
+    check(fleet, 3, 0, 1, 2)
+
+
 @pytest.mark.parametrize(
     "phase",
     [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PHASES],
@@ -106,9 +119,9 @@ def test_an_engine_that_refuses_is_asked_again_when_it_was_restarted(
     assert list(lost[0]) == ["engine0"] and "a planted failure" in lost[0]["engine0"]
     check(fleet, 2, 1, 2)
     assert fleet.serving(0) == ""  # it holds a mixture
-    asked = fleet.handles[0].call("info", None, 10)["updates"]
+    asked = fleet.asked(0)
     assert trainer.run(fleet_cases.update, 3) == lost
-    assert fleet.handles[0].call("info", None, 10)["updates"] == asked
+    assert fleet.asked(0) == asked
     fleet.kill(0)
     fleet.start(0)
     assert trainer.run(fleet_cases.update, 4) == [{}] * RANKS
@@ -340,7 +353,7 @@ def test_no_engine_that_lives_misses_an_update(tmp_path: Path, way: str) -> None
     fleet, remote = Fleet(tmp_path, 8), {"delivery": "distributed", "exchange": "gloo"}
     with Ranks(4) as trainer:
         try:
-            options = {"deadline": 5.0, **(remote if way == "gloo" else {})}
+            options = {"deadline": 5.0, "verify": "always", **(remote if way == "gloo" else {})}
             trainer.run(fleet_cases.connect, fleet.paths, options)
             trainer.run(fleet_cases.update, 1)
             chaos, version = Chaos(fleet, seed, whole=way == "gloo"), 1

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from support import fault_engine, procs
 
 import wsync
+from wsync._core import LayoutBuilder, describe
+from wsync.layout import TrainerLayout
 
 PATIENCE = 60.0
 _kept: dict[str, wsync.Sync] = {}
@@ -37,9 +39,24 @@ class Handle(fault_engine.Handle):
 
 
 def share(version: int) -> dict[str, torch.Tensor]:
-    """The weights that this rank holds."""
-    whole = fault_engine.weights(version).items()
-    return dict(list(whole)[dist.get_rank() :: dist.get_world_size()])
+    """The weights that this rank holds: half of the rows of its pipeline stage's tensors (TP2)."""
+    stage, part = divmod(dist.get_rank(), 2)
+    whole = list(fault_engine.weights(version).items())[stage :: dist.get_world_size() // 2]
+    return {name: each.chunk(2)[part].contiguous() for name, each in whole}
+
+
+def layout() -> TrainerLayout:
+    """Of this rank's share."""
+    rank, mine = dist.get_rank(), share(1)
+    builder, whole = LayoutBuilder(rank), fault_engine.weights(1)
+    for index, (name, each) in enumerate(mine.items()):
+        start = [rank % 2 * len(each), *[0] * (each.dim() - 1)]
+        strides = [stride * each.itemsize for stride in each.stride()]
+        shape = whole[name].shape
+        builder.add_shard(name, "float32", shape, start, each.shape, index, 0, strides)
+    names, tensors = tuple(mine), [*mine.values()]
+    known = rank, dist.get_world_size()
+    return TrainerLayout(builder.build(), names, lambda: tensors, describe(tensors, names), *known)
 
 
 def list_engines(paths: list[str]) -> None:
@@ -51,7 +68,7 @@ def list_engines(paths: list[str]) -> None:
 def connect_to_listed(paths: list[str]) -> None:
     list_engines(paths)
     options = wsync.Options(deadline=20.0, round_nbytes=4096, progress=False)
-    _kept["sync"] = wsync.connect(share(1), lambda: _listed, options=options)
+    _kept["sync"] = wsync.connect(layout(), lambda: _listed, options=options)
 
 
 def connect(paths: list[str], options: dict[str, Any]) -> None:
@@ -64,12 +81,19 @@ def connect(paths: list[str], options: dict[str, Any]) -> None:
     }
     known = wsync.Options(**settings)
     engines = [Handle(path) for path in paths]
-    _kept["sync"] = wsync.connect(share(1), engines, options=known)
+    _kept["sync"] = wsync.connect(layout(), engines, options=known)
 
 
 def update(version: int) -> dict[str, str]:
     """Returns why each lost engine is lost."""
     return _kept["sync"].update(share(version), version=version).lost
+
+
+def update_alone(path: str, version: int) -> None:
+    """Updates one engine by a connection of its own, with the weights of the last update."""
+    options = wsync.Options(deadline=20.0, progress=False)
+    with wsync.connect(layout(), [Handle(path)], options=options) as sync:
+        sync.update(share(version), version=version)
 
 
 def fail(version: int) -> str:
@@ -146,6 +170,11 @@ class Fleet:
                 ]
             ]
             found.append(versions[0] if versions else 0)
+        return found
+
+    def asked(self, number: int) -> int:
+        """How many updates an engine was asked for."""
+        found: int = self.handles[number].call("info", None, PATIENCE)["updates"]
         return found
 
     def serving(self, number: int) -> str:
