@@ -237,6 +237,18 @@ def test_a_lost_engine_that_leaves_the_list_is_forgotten() -> None:
     assert not found.lost and names(found) == ["other"] and found.handles == found.known
 
 
+def test_an_engine_that_does_not_come_is_no_second_that_refuses() -> None:
+    found = listing([*map(Slow, ["first", "other", "last", "well"])])
+    known: Any = {"late": (), "grouped": False}
+    for error, blame in (
+        (wsync.RemoteError("engine first: it refuses"), False),
+        (wsync.DeadlineError("engine other: worker 1 did not join the update"), False),
+        (wsync.RemoteError("engine last: it refuses"), True),
+    ):
+        engines = [CheckedEngine(each) for each in found.handles]
+        assert found.find(engines, error, **known) != blame
+
+
 def test_an_engine_that_is_slow_to_join_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wsync.trainer.fleet._JOIN_SECONDS", 0.05)
     slow = Slow("slow")

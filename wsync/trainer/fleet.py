@@ -166,8 +166,8 @@ class Fleet:
         grouped: whether engines are members of process groups.  When a member ends, the others
         report an error, too.  So an engine that answers is not to blame for a group's error.
         """
-        closed = isinstance(error, PeerClosedError)
-        passed = isinstance(error, DeadlineError) or _PASSED in str(error)
+        closed, absent = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
+        passed = absent or _PASSED in str(error)
         waiting = passed and any(engine.name in late for engine in engines)
         found, spared, refused = list[tuple[CheckedEngine, str, Any]](), False, 0
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
@@ -182,7 +182,7 @@ class Fleet:
             elif closed and not self._spared and engine.restarted_since(answer[0]):
                 spared = True
             elif named and not grouped:
-                refused += not (closed or waiting)
+                refused += not (closed or absent or waiting)
                 # a request that was cut off says nothing of the next one
                 again = closed and f"engine {engine.name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
