@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -74,6 +75,23 @@ def test_an_engine_that_was_restarted_takes_the_next_update(trainer: Ranks, flee
     fleet.start(2)
     assert trainer.run(fleet_cases.update, 2) == [{}] * RANKS
     check(fleet, 2, 0, 1, 2)
+
+
+def test_an_engine_that_comes_back_with_another_model_is_refused(
+    trainer: Ranks, fleet: Fleet
+) -> None:
+    join(trainer, fleet)
+    fleet.kill(1)
+    fleet.start(1, 32)
+    for version in (2, 3):
+        lost = trainer.run(fleet_cases.update, version)[0]
+        assert [*lost] == ["engine1"]
+        assert re.search(r"layer0\.weight: .*16\] != .*32", lost["engine1"]), lost
+        check(fleet, version, 0, 2)
+    fleet.kill(1)
+    fleet.start(1)
+    assert trainer.run(fleet_cases.update, 4) == [{}] * RANKS
+    check(fleet, 4, 0, 1, 2)
 
 
 def test_a_restarted_engine_gets_the_version_alone(trainer: Ranks, fleet: Fleet) -> None:
@@ -237,13 +255,20 @@ def test_a_lost_engine_that_leaves_the_list_is_forgotten() -> None:
     assert not found.lost and names(found) == ["other"] and found.handles == found.known
 
 
-def test_an_engine_that_does_not_come_is_no_second_that_refuses() -> None:
-    found = listing([*map(Slow, ["first", "other", "last", "well"])])
+def test_two_engines_that_refuse_for_one_reason_blame_the_trainer() -> None:
+    found = listing([*map(Slow, ["first", "other", "third", "fourth", "well"])])
     known: Any = {"late": (), "grouped": False}
     for error, blame in (
-        (wsync.RemoteError("engine first: it refuses"), False),
+        (
+            wsync.RemoteError("engine first: worker 0 (pid 17): update 3: a: it has shape [4]"),
+            False,
+        ),
         (wsync.DeadlineError("engine other: worker 1 did not join the update"), False),
-        (wsync.RemoteError("engine last: it refuses"), True),
+        (wsync.RemoteError("engine third: update: worker 1 is gone"), False),
+        (
+            wsync.RemoteError("engine fourth: worker 1 (pid 18): update 1: a: it has shape [4]"),
+            True,
+        ),
     ):
         engines = [CheckedEngine(each) for each in found.handles]
         assert found.find(engines, error, **known) != blame

@@ -306,7 +306,8 @@ def run_worker(rank: int, pipe: Connection) -> None:
         os._exit(status)
 
 
-def run_head(path: str) -> None:
-    """The head process; does not return."""
+def run_head(path: str, width: int = 16) -> None:
+    """The head process; does not return.  width: the columns of its model's tensors."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    SHAPES.update({name: (rows, width) for name, (rows, _) in SHAPES.items()})
     Head(path).serve()

@@ -129,10 +129,10 @@ class Fleet:
         for number in range(count):
             self.start(number)
 
-    def start(self, number: int) -> None:
+    def start(self, number: int, *width: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.paths[number])
-        self._heads[number] = procs.started(fault_engine.run_head, self.paths[number])
+        self._heads[number] = procs.started(fault_engine.run_head, self.paths[number], *width)
         end = time.monotonic() + PATIENCE
         while True:
             try:

@@ -199,10 +199,11 @@ class Connection:
             engine = self._roster.engines[self._roster.workers[int(number)].engine].name
             self._own_loading.setdefault(engine, reason)
         reaching = {int(n): reached for rank in told for n, reached in rank["reaching"].items()}
-        left = self._split(layouts, reaching)
         free = {int(n): known for rank in told for n, known in rank["free"].items()}
-        staged = planning.may_stage(left, free, bool(self.reading))
-        given, self._rounds_plan = planning.fit(left, device, staged)
+        with planning.naming(layouts):
+            left = self._split(layouts, reaching)
+            staged = planning.may_stage(left, free, bool(self.reading))
+            given, self._rounds_plan = planning.fit(left, device, staged)
         # workers read in place during round 0
         self._round_count = max(self._rounds_plan.round_count, 1 if self.reading else 0)
         self._make_ready(given, device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from wsync._core import DeadlineError, InvalidArgumentError, PeerClosedError
+from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, PeerClosedError
 from wsync.handles.answers import without_password
 from wsync.handles.base import (
     EngineHandle,
@@ -84,7 +85,8 @@ class Fleet:
         self._waiting: dict[str, str] = {}  # engines that cannot join yet, each with the reason
         self._reached: list[EngineHandle] = []
         self._earlier: list[_Member] = []  # that were lost before the current update
-        self._spared, self._refused = False, 0  # engines of the current update
+        self._spared = False  # whether an engine of the current update was
+        self._refusals = set[str]()  # of the current update
 
     @property
     def handles(self) -> list[EngineHandle]:
@@ -126,7 +128,7 @@ class Fleet:
         """Begins an update.  Takes back engines that have returned: an engine that did not answer
         returns when it answers, an engine that refused an update after a restart.  Lists the
         engines anew if they are given by a function."""
-        self._spared, self._refused = False, 0
+        self._spared, self._refusals = False, set()
         away = [member for member in self._members if member.reason]
         for member, answer in zip(
             away, _ask([m.handle for m in away], _RETURN_SECONDS), strict=True
@@ -159,7 +161,8 @@ class Fleet:
 
         An engine is lost if it does not answer, or if the error names it.  But an engine that was
         restarted is spared once: its connection was closed, and it takes the update from a new one.
-        If a second engine that answers refuses the update, the trainer is to blame.
+        If a second engine that answers refuses the update for the same reason, the trainer is to
+        blame.
 
         late: engines that have not answered a request.  When a deadline has passed, they are to
         blame: an engine that has waited for them may have been the first to say so.
@@ -168,8 +171,9 @@ class Fleet:
         """
         closed, absent = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
         passed = absent or _PASSED in str(error)
+        grouped = grouped and not isinstance(error, LayoutError)
         waiting = passed and any(engine.name in late for engine in engines)
-        found, spared, refused = list[tuple[CheckedEngine, str, Any]](), False, 0
+        found, spared, refusal = list[tuple[CheckedEngine, str, Any]](), False, ""
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         for engine, answer in zip(engines, answers, strict=True):
             named = engine.name in late if waiting else blames(error, engine.name)
@@ -182,16 +186,17 @@ class Fleet:
             elif closed and not self._spared and engine.restarted_since(answer[0]):
                 spared = True
             elif named and not grouped:
-                refused += not (closed or absent or waiting)
-                # a request that was cut off says nothing of the next one
-                again = closed and f"engine {engine.name}: worker " not in str(error)
+                if not (closed or absent or waiting):
+                    refusal = _reason(why)
+                # a request that was cut off says nothing about the next one
+                cut_off = closed and f"engine {engine.name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
-                found.append((engine, why + stays, None if again else answer))
-        blame = refused and self._refused + refused > 1
-        if len(found) == len(engines) or not (found or spared) or blame:
+                found.append((engine, why + stays, None if cut_off else answer))
+        again = refusal in self._refusals
+        if len(found) == len(engines) or not (found or spared) or again:
             return False
         self._spared |= spared
-        self._refused += refused
+        self._refusals |= {refusal} - {""}
         for engine, why, answer in found:
             (member,) = (each for each in self._members if each.handle is engine.handle)
             member.reason, member.answer = why, answer
@@ -267,6 +272,11 @@ class Fleet:
 def blames(error: Exception, engine: str) -> bool:
     """Whether an error names an engine as its place."""
     return f"engine {engine}: " in str(error)
+
+
+def _reason(text: str) -> str:
+    """What an engine refuses an update for, without what differs between engines."""
+    return re.sub(r"\d+", "", text.rpartition(": ")[2])
 
 
 def _ask(engines: Sequence[EngineHandle], timeout: float) -> list[Any]:

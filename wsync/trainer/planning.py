@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -74,6 +75,22 @@ class Planning:
             layouts |= {int(number): found[i] for number, i in facts["index"].items()}
         device = find(self._device([facts["gpus"] for facts in told]))
         return [layouts[number] for number in range(len(self.roster.workers))], device, told
+
+    @contextlib.contextmanager
+    def naming(self, layouts: Sequence[bytes]) -> Iterator[None]:
+        """If a worker's tensors do not fit the model, the block's error names its engine."""
+        try:
+            yield
+        except (_core.LayoutError, _core.UnsupportedError) as error:
+            for number, blob in enumerate(layouts):
+                if blob in (WHOLE, PIECES):
+                    continue
+                try:
+                    _core.Route(self.roster.model.join(), _core.Layout.from_bytes(blob))
+                except type(error) as its:
+                    engine = self.roster.engines[self.roster.workers[number].engine].name
+                    raise type(error)(f"engine {engine}: {its}") from error
+            raise
 
     def may_stage(
         self, layouts: list[bytes], free: Mapping[int, tuple[str, str, int]], reading: bool
