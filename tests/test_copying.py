@@ -140,7 +140,7 @@ def test_what_cannot_be_sent_is_refused_before_the_target_pauses() -> None:
         for engine, error, text in (
             (never, wsync.StateError, "engine threads.* nothing was learnt: no trainer has asked"),
             (computing, wsync.UnsupportedError, "norm: this worker does not hold it as it was del"),
-            (stock, wsync.UnsupportedError, "engine threads: does not run wsync's loader"),
+            (stock, wsync.UnsupportedError, "engine threads: it does not run wsync's loader"),
             (front.url, wsync.InvalidArgumentError, "is given twice"),
         ):
             with pytest.raises(error, match=text):

@@ -27,6 +27,7 @@ from wsync.trainer.fleet import Fleet as FleetList
 RANKS = 2
 PHASES = ["open", "attach", "round", "done", "prepared", "commit", "close"]
 QUICK = ["attach", "round", "close"]
+REMOTE = {"delivery": "distributed", "exchange": "gloo"}
 SECONDS = float(os.environ.get("WSYNC_FLEET_SECONDS") or 10)
 
 
@@ -77,10 +78,11 @@ def test_an_engine_that_was_restarted_takes_the_next_update(trainer: Ranks, flee
     check(fleet, 2, 0, 1, 2)
 
 
+@pytest.mark.parametrize("way", [{}, REMOTE], ids=["ring", "gloo"])
 def test_an_engine_that_comes_back_with_another_model_is_refused(
-    trainer: Ranks, fleet: Fleet
+    trainer: Ranks, fleet: Fleet, way: dict[str, str]
 ) -> None:
-    join(trainer, fleet)
+    join(trainer, fleet, **way)
     fleet.kill(1)
     fleet.start(1, 32)
     for version in (2, 3):
@@ -256,19 +258,15 @@ def test_a_lost_engine_that_leaves_the_list_is_forgotten() -> None:
 
 
 def test_two_engines_that_refuse_for_one_reason_blame_the_trainer() -> None:
-    found = listing([*map(Slow, ["first", "other", "third", "fourth", "well"])])
+    found = listing([*map(Slow, ["first", "second", "third", "fourth", "fifth", "well"])])
     known: Any = {"late": (), "grouped": False}
+    shape, missing = "a: it has shape [4]", "worker 1 did not join the update"
     for error, blame in (
-        (
-            wsync.RemoteError("engine first: worker 0 (pid 17): update 3: a: it has shape [4]"),
-            False,
-        ),
-        (wsync.DeadlineError("engine other: worker 1 did not join the update"), False),
-        (wsync.RemoteError("engine third: update: worker 1 is gone"), False),
-        (
-            wsync.RemoteError("engine fourth: worker 1 (pid 18): update 1: a: it has shape [4]"),
-            True,
-        ),
+        (wsync.RemoteError(f"engine first: worker 0 (pid 17): update 3: {shape}"), False),
+        (wsync.DeadlineError(f"engine second: {missing}"), False),
+        (wsync.DeadlineError(f"engine third: {missing}"), False),
+        (wsync.RemoteError("engine fourth: update: worker 1 is gone"), False),
+        (wsync.RemoteError(f"engine fifth: worker 1 (pid 18): update 1: {shape}"), True),
     ):
         engines = [CheckedEngine(each) for each in found.handles]
         assert found.find(engines, error, **known) != blame
@@ -387,10 +385,10 @@ class Chaos:
 def test_no_engine_that_lives_misses_an_update(tmp_path: Path, way: str) -> None:
     seed = int(os.environ.get("WSYNC_FLEET_SEED") or time.time())
     print("WSYNC_FLEET_SEED", seed)
-    fleet, remote = Fleet(tmp_path, 8), {"delivery": "distributed", "exchange": "gloo"}
+    fleet = Fleet(tmp_path, 8)
     with Ranks(4) as trainer:
         try:
-            options = {"deadline": 5.0, "verify": "always", **(remote if way == "gloo" else {})}
+            options = {"deadline": 5.0, "verify": "always", **(REMOTE if way == "gloo" else {})}
             trainer.run(fleet_cases.connect, fleet.paths, options)
             trainer.run(fleet_cases.update, 1)
             chaos, version = Chaos(fleet, seed, whole=way == "gloo"), 1

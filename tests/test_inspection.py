@@ -99,7 +99,7 @@ def test_an_engine_without_wsync_is_named() -> None:
         def update_weights_from_tensor(self, **_: Any) -> None: ...
 
     said = inspection.look(Stock()).unasked
-    assert re.fullmatch(r"does not run wsync's loader\W.* \(\)", said)
+    assert re.fullmatch(r"it does not run wsync's loader\W.* \(\)", said)
 
 
 def test_an_engine_that_does_not_answer_costs_the_timeout() -> None:

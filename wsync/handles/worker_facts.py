@@ -60,7 +60,7 @@ def worker_facts(
 def obstacle(engine: EngineHandle, started: Mapping[str, Any]) -> str:
     """Says why the workers of an engine with these arguments cannot be asked; "" if they can."""
     if LOAD_FORMAT not in engine.load_formats:
-        return f"does not run wsync's loader; its load formats are {engine.load_formats}"
+        return f"it does not run wsync's loader; its load formats are {engine.load_formats}"
     if started.get("speculative_algorithm") not in (None, "", "NGRAM"):
-        return "drafts tokens: each question would make SGLang process the draft's weights again"
+        return "it drafts tokens: each question would make SGLang process the draft's weights again"
     return ""
