@@ -63,17 +63,19 @@ def living(session: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", ["importing ", "update 1 of 50: "])
-def test_ctrl_c_ends_it_without_a_traceback_and_leaves_no_process(shown: str) -> None:
+@pytest.mark.parametrize("shown", ["importing ", "starting the engines", "update 1 of 50: "])
+def test_ctrl_c_ends_it_without_a_traceback_and_leaves_nothing(shown: str, tmp_path: Path) -> None:
     demo = subprocess.Popen(
         [sys.executable, "-P", "-m", "wsync", "demo", "--updates", "50", "--pp", "1"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, "TMPDIR": os.fspath(tmp_path)},
     )
     assert demo.stdout is not None
     assert any(line.startswith(shown) for line in demo.stdout)
+    time.sleep(0.5)  # while an engine starts, its model is in a folder
     os.killpg(demo.pid, signal.SIGINT)  # as a terminal does it
     _, text = demo.communicate(timeout=100)
     assert (demo.returncode, text) == (130, "\nwsync demo: interrupted\n")
@@ -81,6 +83,7 @@ def test_ctrl_c_ends_it_without_a_traceback_and_leaves_no_process(shown: str) ->
     while living(demo.pid):
         assert time.monotonic() < end
         time.sleep(0.05)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_engines_say_the_text_when_it_is_learnt() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ _http.trust_env = False
 def train(rank: int, chosen: Any, folder: str) -> None:
     """Runs one rank.  Rank 0 starts the engines, prints, and exits with 1 if a byte is wrong."""
     torch.set_num_threads(1)
+    tempfile.tempdir = folder  # the demo removes it, also after Ctrl-C
     sizes = _MODEL if chosen.model == "qwen3" else {**_MODEL, **_EXPERTS}
     config = transformers.AutoConfig.for_model(chosen.model.replace("-", "_"), **sizes)
     with contextlib.ExitStack() as stack:
