@@ -358,8 +358,9 @@ def test_a_worker_that_dies_meanwhile_stops_no_other_engine(
         assert [good for good, _ in trainer.run(fleet_cases.verify, 1)] == [True, True]
         first = trainer.run(fleet_cases.verify, 2)
         for worker in (0, 1):
-            text = rf"engine engine1: worker {worker}: other values in layer0.weight\[0, "
-            assert all(re.search(text, said) for _, said in first)
+            rows = "(0|24)"  # the first ones of a rank
+            text = rf"engine engine1: worker {worker}: other values in layer0.weight\[{rows}, "
+            assert all(re.search(text, said) for _, said in first), first
         fleet.arm(1, "done", "kill")
         found = trainer.run(fleet_cases.verify, 1)
         assert all(not good and "engine engine1" in said for good, said in found), found

@@ -464,7 +464,10 @@ class Sync(Updates):
         with report.phase("verify"):
             found = self._compare(connection, sources, Report(report.version))
         if found.differences:
-            raise _core.StateError(f"after this update, {found.differences}")
+            raise _core.StateError(
+                f"after this update, {found.differences}; if an engine's own code changes weights "
+                "after they are loaded, give Options(verify='never')"
+            )
         self._verified, report.verification = True, found
 
     def _bring(self, weights: Weights | None, report: Report) -> _core.BufferTable:
