@@ -261,7 +261,9 @@ class Sync(Updates):
 
         Raises:
             StateError: nothing is staged; or as in `update`.
-            WsyncError: as in `update`.
+            WsyncError: as in `update`; also if only some engines are gone, because the weights with
+                which the others would be updated again may have changed.  The next update goes
+                without these engines.
         """
         with self._running("commit"):
             assert self._staged is not None

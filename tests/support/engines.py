@@ -69,9 +69,10 @@ def engine_packages() -> Path:
 
 
 def worker_environment(rank: int) -> dict[str, str]:
-    """Of a worker process that has nothing of this one's Python; with a GPU of its own, where
-    workers are to have one each."""
-    found = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    """Of a worker process that has nothing of this one's Python but the wsync that .ci/dev builds;
+    with a GPU of its own, where workers are to have one each."""
+    of_python = {name for name in os.environ if name.startswith("PYTHON")} - {"PYTHONPATH"}
+    found = {name: value for name, value in os.environ.items() if name not in of_python}
     if FIRST_GPU in found:
         found["WSYNC_DEVICE"] = f"cuda:{int(found[FIRST_GPU]) + rank}"
     return found
