@@ -3,10 +3,14 @@
 wsync's way: all trainer ranks write a version, the engine loads it into the parameters it has.  The
 peers' way: the weights are gathered as slime does, rank 0 calls transformers' save_pretrained, and
 the other process from_pretrained.  Both processes and all weights are the same.
+
+A further row writes only what has changed, in slime's format, for an engine with a copy of the
+checkpoint.  Its peer is whole versions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import statistics
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import delta_reader
 from support.weights_only_engine import BareWorker, ProcessEngine, digest
 
 import wsync
@@ -36,6 +41,7 @@ Weights = dict[str, torch.Tensor]
 
 def run() -> Iterator[dict[str, Any]]:
     yield _one_process()
+    yield _changes()
     yield from on_ranks(RANKS, _rank)
 
 
@@ -48,6 +54,44 @@ def _one_process() -> dict[str, Any]:
             change=lambda: [t.view(torch.int16).bitwise_not_() for t in weights.values()],
         )
     return _row("one process", nbytes, seconds, verified)
+
+
+def _changes() -> dict[str, Any]:
+    """One element in a hundred changes before each update."""
+    weights = qwen3_weights(1)
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    nbytes = sum(t.nbytes for t in weights.values())
+    written: list[int] = []
+
+    def change() -> None:
+        for tensor in weights.values():
+            tensor.view(torch.int16).view(-1)[len(written) % 100 :: 100] ^= 1
+
+    with tempfile.TemporaryDirectory(prefix="wsync-benchmark-") as folder:
+        reader = _Reader(shapes)
+        ways = {
+            name: wsync.DiskSync(
+                weights, [reader], folder=f"{folder}/{name}", base=qwen3_config(), **more
+            )
+            for name, more in {
+                "peer": {},
+                "wsync": {"delta": True, "local_folder": f"{folder}/copy"},
+            }.items()
+        }
+        with ways["peer"], ways["wsync"], contextlib.closing(reader):
+            seconds, verified = _in_turns(
+                {
+                    "peer": ways["peer"].update,
+                    "wsync": lambda: written.append(ways["wsync"].update().delivered_nbytes),
+                },
+                lambda: weights,
+                change,
+                reader,
+                ranks=1,
+                steady=False,
+            )
+    found = _row("one process, 1 % changed", nbytes, seconds, verified, "whole versions")
+    return {**found, "figure": f"{written[-1]:,} bytes written"}
 
 
 def _rank(rank: int) -> list[dict[str, Any]]:
@@ -113,13 +157,18 @@ def _in_turns(
     change: Callable[[], object],
     reader: _Reader | None,
     ranks: int,
+    *,
+    steady: bool = True,
 ) -> tuple[dict[str, float], bool]:
+    """Median seconds of each way, and whether all arrived.  steady: the weights change only before
+    the first run and the last."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     verified = True
     for repeat in range(REPEATS + 1):
-        if repeat in (0, REPEATS):
+        ends = repeat in (0, REPEATS)
+        if ends or not steady:
             change()
-        expected = gathered() if repeat in (0, REPEATS) else {}
+        expected = gathered() if ends else {}
         for name, way in ways.items():
             os.sync()  # what the other way has left for the disk to do
             _barrier(ranks)
@@ -160,6 +209,12 @@ class _Reader(ProcessEngine):
     ) -> None:
         self._call("disk", [(path, weight_version, timeout)], timeout)
 
+    def pulls(self, timeout: float) -> bool:
+        return True
+
+    def pull_weights(self, *, folder: str, source: str, number: int, timeout: float) -> None:
+        delta_reader.pull(Path(folder), Path(source), number)
+
     def from_pretrained(self, path: str) -> None:
         self._call("from_pretrained", [path], _SECONDS)
 
@@ -196,5 +251,8 @@ def _barrier(ranks: int) -> None:
         dist.barrier()
 
 
-def _row(case: str, nbytes: int, seconds: dict[str, float], verified: bool) -> dict[str, Any]:
-    return {**row(case, nbytes, seconds, PEER, verified), "benchmark": "disk"}
+def _row(
+    case: str, nbytes: int, seconds: dict[str, float], verified: bool, peer: str = PEER
+) -> dict[str, Any]:
+    known: dict[str, Any] = {"nbytes": nbytes, "seconds": seconds, "verified": verified}
+    return {**row(case, "wsync", "peer", peer, **known), "benchmark": "disk"}
