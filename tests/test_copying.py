@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import tiny_qwen3
 from support.distributed_receivers import FusedWorker
 from support.fronts import served
 from support.fused import BF16, Fused, bytes_of, changed, draw, held
@@ -99,7 +100,7 @@ def test_a_source_that_dies_or_stops_leaves_the_target_paused(
     with processes(2) as engine, processes(4) as target, served(target) as front:
         update(engine, 7)
         front.on_open = lambda: os.kill(engine.pids[worker], sent)
-        with pytest.raises(wsync.WsyncError, match="from engine tp2, ") as caught:
+        with pytest.raises(wsync.WsyncError, match="from engine tp2: ") as caught:
             wsync.copy_weights(engine, front.url, options=options(deadline=seconds))
         found = str(caught.value)
         assert re.search(text, found) and front.url in found and "stay paused" in found, found
@@ -148,6 +149,8 @@ def test_what_cannot_be_sent_is_refused_before_the_target_pauses() -> None:
         assert front.pauses == 0
     with pytest.raises(wsync.InvalidArgumentError, match="expected the URL of an engine"):
         wsync.copy_weights(never, computing, options=options())
+    with pytest.raises(wsync.InvalidArgumentError, match="a URL starts with http://"):
+        wsync.copy_weights(never, "localhost:30000", options=options())
 
 
 def test_another_model_is_named() -> None:
@@ -193,14 +196,19 @@ def test_the_command_fills_one_server_from_another(tmp_path: Path) -> None:
     )
 
     with serve_in_process(config, seed=1) as one, serve_in_process(config, seed=2) as other:
-        assert in_server(one.url) != in_server(other.url)
         command = [sys.executable, "-m", "wsync", "copy", one.url, other.url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1 and "no trainer has updated this engine" in done.stderr
+        with wsync.connect(tiny_qwen3.draw(config, 3), [one.url], options=options()) as sync:
+            sync.update(version=3)
+        assert in_server(one.url) != in_server(other.url)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")
-        assert re.match(r"version default: \d+ tensors, .* to 1 worker in ", done.stdout)
+        text = rf"{one.url} to {other.url}: version 3: \d+ tensors, .* to 1 worker in "
+        assert re.match(text, done.stdout)
         assert in_server(one.url) == in_server(other.url)
         command[-1] = os.fspath(tmp_path / "checkpoints")
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")
-        assert re.match(r"version default: \d+ tensors, .* to 0 workers in ", done.stdout)
+        assert done.stdout.startswith(f"{one.url} to {tmp_path}/checkpoints/latest: version 3: ")
         assert (tmp_path / "checkpoints" / "latest" / INDEX).exists()

@@ -21,8 +21,10 @@ from support.local_servers import Packing
 from support.procs import Ranks
 
 import wsync
+from wsync.machine.deadline import Deadline
 from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.fleet import Fleet as FleetList
+from wsync.trainer.requests import EngineRequests
 
 RANKS = 2
 PHASES = ["open", "attach", "round", "done", "prepared", "commit", "close"]
@@ -96,17 +98,21 @@ def test_an_engine_that_comes_back_with_another_model_is_refused(
     check(fleet, 4, 0, 1, 2)
 
 
-def test_a_restarted_engine_gets_the_version_alone(trainer: Ranks, fleet: Fleet) -> None:
+def test_an_engine_gets_the_version_alone(trainer: Ranks, fleet: Fleet) -> None:
     join(trainer, fleet)
     fleet.kill(2)
     assert [[*each] for each in trainer.run(fleet_cases.update, 2)] == [["engine2"]] * RANKS
     fleet.start(2)
-    asked = [fleet.asked(number) for number in (0, 1)]
-    trainer.run(fleet_cases.update_alone, fleet.paths[2], 2)
-    assert [fleet.asked(number) for number in (0, 1)] == asked
+    for version in (2, 3):  # after a restart, and while the trainer reaches it
+        asked = [fleet.asked(number) for number in (0, 1)]
+        trainer.run(fleet_cases.update_alone, fleet.paths[2], version)
+        assert [fleet.asked(number) for number in (0, 1)] == asked
+        check(fleet, version, 2)
+        check(fleet, 2, 0, 1)
+        assert trainer.run(fleet_cases.update, version + 1) == [{}] * RANKS
+        check(fleet, version + 1, 0, 1, 2)
+        trainer.run(fleet_cases.update, 2)
     check(fleet, 2, 0, 1, 2)
-    assert trainer.run(fleet_cases.update, 3) == [{}] * RANKS
-    check(fleet, 3, 0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +234,17 @@ def listing(engines: list[Any]) -> FleetList:
 def names(fleet: FleetList) -> list[str]:
     """The engines that updates reach."""
     return [handle.name for handle in fleet.handles]
+
+
+def test_an_engine_whose_checkpoint_does_not_fit_is_named() -> None:
+    requests = EngineRequests([wsync.handle(Packing())], wsync.Options())
+
+    def compare(engine: wsync.EngineHandle, timeout: float) -> None:
+        raise wsync.LayoutError("a has other shapes")
+
+    requests.compare = compare
+    with pytest.raises(wsync.LayoutError, match=f"^engine {requests.engines[0].name}: a has"):
+        requests.stop(requests.engines[0], Deadline(5.0))
 
 
 def test_an_object_that_takes_the_place_of_another_is_reached() -> None:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from functools import partial
 from typing import Any, Final
 
 from wsync import _core
+from wsync.checkpoints.versions import LATEST
 from wsync.engine.update_state import UNKNOWN_VERSION
 from wsync.exchange.update_group import Store
 from wsync.handles.answers import stages_of
@@ -75,6 +77,8 @@ def copy_weights(
     """
     chosen = Options.of(options)
     folder = isinstance(target, str | os.PathLike) and "://" not in os.fspath(target)
+    if folder and re.fullmatch(r"[^/]+:\d+", os.fspath(target)):
+        raise _core.InvalidArgumentError(f"target={target!r}: a URL starts with http://")
     engines = [source] if folder else [source, target]
     given, *taken = handles_of(engines, timeout=chosen.deadline, api_key=api_key)
     if any("://" not in each.name for each in taken):
@@ -91,7 +95,7 @@ def copy_weights(
             version = version if found is None else str(found)
         store.set("version", version)
         state = "" if folder else f"; engine {target} may stay paused"
-        hear(["done"], _STEPS * chosen.request_deadline, state)
+        hear(["done"], _STEPS * chosen.request_deadline, state=state)
         wait([asking], chosen.deadline)
         facts = json.loads(store.get("done"))["report"]
         found = facts.pop("verification")
@@ -147,9 +151,10 @@ def _hear(
         ready = store.check([*keys])
         if store.check(["done"]) and (error := json.loads(store.get("done")).get("error")):
             name, text = error
+            if state:
+                text = f"its workers are the trainer ranks here: {text}"
             raise getattr(_core, name, _core.RemoteError)(
-                f"from engine {source}, whose workers are the trainer ranks here: {text}"
-                f"{'' if 'paused' in text else state}"
+                f"from engine {source}: {text}{'' if 'paused' in text else state}"
             )
         if ready:
             return
@@ -177,5 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _core.WsyncError as error:
         print(f"wsync copy: {error}", file=sys.stderr)
         return 1
-    print(report)
+    where = chosen.target if "://" in chosen.target else os.path.join(chosen.target, LATEST)
+    print(f"{chosen.source} to {where}: {report}")
     return 0

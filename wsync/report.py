@@ -152,7 +152,9 @@ class Report:
     def _verified(self) -> str:
         if self.verification is None or not any(f["tensors"] for f in self.verification.workers):
             return ""
-        return ", verified" if self.verification else ", verified in part (see verification)"
+        found = self.verification
+        whole = not found.differences and found.unread.keys() <= self.lost.keys()
+        return ", verified" if whole else ", verified in part (see verification)"
 
     def _lost(self) -> str:
         return f", without {', '.join(sorted(self.lost))} (see lost)" if self.lost else ""

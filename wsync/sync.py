@@ -163,13 +163,14 @@ class Sync(Updates):
     ) -> Report:
         """Makes attempts until one succeeds, or until another cannot help.  All ranks make the same
         attempts.  Returns the report, which all attempts fill in."""
-        report, first, number = Report(), "", 1
+        report, first, number, start = Report(), "", 1, time.perf_counter()
         self._beginning = True
         while True:
             try:
                 with self._reaching(report, version, weights):
                     report.trace = self._trace.anew()
                     attempt(self._given(weights), report)
+                report.seconds = time.perf_counter() - start  # of all attempts
                 return report
             except _core.WsyncError as error:
                 if not self._may_repeat(error, number):

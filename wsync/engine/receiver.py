@@ -27,7 +27,7 @@ from wsync.machine.error_text import error_text
 from wsync.machine.lendable import most_segments, place_of, raise_descriptor_limit
 from wsync.machine.trace import Trace
 from wsync.messages import payload
-from wsync.messages.control import BORROWS, LEARN, LOAD_FORMAT, Control, Learnt
+from wsync.messages.control import BORROWS, LEARN, LOAD_FORMAT, TAKEN, Control, Learnt
 from wsync.messages.tcp_channel import is_remote
 
 if TYPE_CHECKING:
@@ -181,7 +181,10 @@ class Receiver:
 
         def look() -> tuple[Held, str]:
             self.state.check_whole()
-            return self._loader.held(), self.state.weight_version
+            held = self._loader.held()
+            if self.state.update is None:
+                raise StateError("no trainer has updated this engine since it was started")
+            return held, self.state.weight_version
 
         try:
             send(message, self._worker, look)
@@ -317,7 +320,7 @@ class Receiver:
                 self.close()  # frees the memory of a session that has ended
             # first: a late message of a trainer that is gone must not end another's session
             importer = connect(message.address, self._introduced(blob), message.deadline, device)
-            self._give_up("another trainer has taken this engine over")
+            self._give_up(TAKEN)
             self._importer, self._session = importer, message.session
             self._opened = message.update
             self._generation = -1

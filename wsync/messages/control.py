@@ -63,6 +63,7 @@ ROUNDS: Final = "rounds"
 """What a session sends of an update before the opening message: its begin, with the memory that the
 trainer lends; or the begin and the rounds."""
 
+TAKEN: Final = "another trainer has taken this engine over"
 CHANGED: Final = "has changed since wsync learnt what its load_weights does"
 """This part of a worker's error shows that a second attempt may succeed, because it learns anew."""
 

@@ -24,6 +24,7 @@ from wsync.handles.base import (
 from wsync.handles.local import LocalHandle
 from wsync.machine.daemon_threads import start
 from wsync.machine.deadline import Deadline
+from wsync.messages.control import TAKEN
 from wsync.options import Options, numbers
 from wsync.trainer.checked_engine import CheckedEngine
 from wsync.trainer.roster import Delivery, RolloutEngine
@@ -161,6 +162,7 @@ class Fleet:
 
         An engine is lost if it does not answer, or if the error names it.  But an engine that was
         restarted is spared once: its connection was closed, and it takes the update from a new one.
+        The same is true of an engine that another connection has updated meanwhile (`wsync copy`).
         If a second engine that answers refuses the update for the same reason, the trainer is to
         blame.
 
@@ -171,19 +173,22 @@ class Fleet:
         """
         closed, absent = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
         passed = absent or _PASSED in str(error)
-        grouped = grouped and not isinstance(error, LayoutError)
+        grouped = grouped and not isinstance(error, LayoutError | InvalidArgumentError)
+        taken = TAKEN in str(error)
         waiting = passed and any(engine.name in late for engine in engines)
         found, spared, refusal = list[tuple[CheckedEngine, str, Any]](), False, ""
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         for engine, answer in zip(engines, answers, strict=True):
             named = engine.name in late if waiting else blames(error, engine.name)
-            why = str(error if named else answer)
+            why = str(error if named else answer).rpartition(f"engine {engine.name}: ")[2]
             silent = isinstance(answer, Exception) and (named or passed)
             if silent or isinstance(answer, PeerClosedError):
                 found.append((engine, why, None))
             elif not (named or grouped) or isinstance(answer, Exception):
                 continue
-            elif closed and not self._spared and engine.restarted_since(answer[0]):
+            elif not self._spared and (
+                (closed and engine.restarted_since(answer[0])) or (named and taken)
+            ):
                 spared = True
             elif named and not grouped:
                 if not (closed or absent or waiting):
@@ -191,7 +196,7 @@ class Fleet:
                 # a request that was cut off says nothing about the next one
                 cut_off = closed and f"engine {engine.name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
-                found.append((engine, why + stays, None if cut_off else answer))
+                found.append((engine, why + stays, None if cut_off or taken else answer))
         again = refusal in self._refusals
         if len(found) == len(engines) or not (found or spared) or again:
             return False

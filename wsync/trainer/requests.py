@@ -176,7 +176,10 @@ class EngineRequests:
             handle: Any = engine.handle
             if hasattr(type(handle), "look_anew"):
                 handle.look_anew(deadline.left)
-            self.compare(engine.handle, deadline.left)
+            try:
+                self.compare(engine.handle, deadline.left)
+            except (_core.LayoutError, _core.InvalidArgumentError) as error:
+                raise type(error)(f"engine {engine.name}: {error}") from error
             engine.unchecked = False
         if self._options.flush_cache:
             engine.flush(deadline.left)
