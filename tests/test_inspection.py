@@ -89,7 +89,7 @@ def test_workers_that_have_learnt_nothing_say_why() -> None:
     engine = ThreadEngine([RecordedLoader(module), ModuleLoader(module)])
     text = inspection.table(inspection.look(engine).workers)
     assert "worker 0: wsync has not learnt what it keeps: no trainer has asked what the" in text
-    assert "worker 1: wsync has not learnt what it keeps: its loader does not need this" in text
+    assert "worker 1: its loader takes whole tensors: there is nothing to learn" in text
 
 
 def test_an_engine_without_wsync_is_named() -> None:
@@ -234,7 +234,7 @@ def test_the_command_asks_a_url() -> None:
         done = run(server.url, "--timeout", "100")
         assert (done.returncode, done.stderr) == (0, "")
         assert "weight version: default\n" in done.stdout
-        assert "wsync has not learnt what it keeps: its loader does not need this" in done.stdout
+        assert "its loader takes whole tensors: there is nothing to learn" in done.stdout
         model = AutoModelForCausalLM.from_config(config)
         stock = dataclasses.replace(OPTIONS, delivery="stock")
         with wsync.connect(dict(model.named_parameters()), [server.url], options=stock) as sync:

@@ -216,8 +216,10 @@ def _row(said: Mapping[str, Any]) -> list[str]:
 
 def _notes(said: Mapping[str, Any]) -> Iterator[str]:
     """Texts about a worker's unusual state."""
-    if unlearnt := said.get("unlearnt", "its loader does not need this"):
-        yield f"wsync has not learnt what it keeps: {unlearnt}"
+    if "unlearnt" not in said:
+        yield "its loader takes whole tensors: there is nothing to learn"
+    elif said["unlearnt"]:
+        yield f"wsync has not learnt what it keeps: {said['unlearnt']}"
     for name, reason in said.get("fallbacks", {}).items():
         yield f"{name} goes through load_weights: {reason}"
     if said.get("verified"):
