@@ -278,6 +278,8 @@ def test_two_engines_that_refuse_for_one_reason_blame_the_trainer() -> None:
     found = listing([*map(Slow, ["first", "second", "third", "fourth", "fifth", "well"])])
     known: Any = {"late": (), "grouped": False}
     shape, missing = "a: it has shape [4]", "worker 1 did not join the update"
+    both = wsync.StateError(f"engine first: {shape}; engine second: {shape}")
+    assert not found.find([CheckedEngine(each) for each in found.handles], both, **known)
     for error, blame in (
         (wsync.RemoteError(f"engine first: worker 0 (pid 17): update 3: {shape}"), False),
         (wsync.DeadlineError(f"engine second: {missing}"), False),

@@ -155,7 +155,7 @@ def test_torch_does_not_end_a_process_whose_nccl_group_has_lost_a_member(
 ONE = Introduction(gpu="GPU-1", version=22907, address="nccl 22907 1 -", lacks="")
 TWO = dataclasses.replace(ONE, gpu="GPU-2")
 OLD = dataclasses.replace(TWO, version=22809)
-OTHER = dataclasses.replace(TWO, settings={**TWO.settings, "NCCL_CUMEM_ENABLE": "0"})
+OTHER = dataclasses.replace(TWO, cumem="0")
 NONE = dataclasses.replace(TWO, version=0, address="", lacks="has no NCCL")
 
 
@@ -178,7 +178,10 @@ def chosen(
         (ONE, "trainer rank 0 and trainer rank 1 share GPU-1: NCCL needs a GPU for each"),
         (NONE, "trainer rank 1 has no NCCL"),
         (OLD, "trainer rank 0 has NCCL 22907 and trainer rank 1 NCCL 22809"),
-        (OTHER, "trainer rank 0 has NCCL_CUMEM_ENABLE=1 and trainer rank 1 0: set it to one value"),
+        (
+            OTHER,
+            r"trainer rank 0 has NCCL_CUMEM_ENABLE=1 \(1 is the default\) and trainer rank 1 0",
+        ),
         (Introduction(), "trainer rank 1 has its weights in CPU memory"),
     ],
 )

@@ -46,8 +46,8 @@ def copy_weights(
 ) -> Report:
     """Fills an engine with the weights of a running engine of the same model.  The target's workers
     then hold what they would hold after an update by the source's trainer, and the target reports
-    the source's weight version.  Or writes the weights as a checkpoint, with the dtypes that the
-    source has (a trainer's float32 weights come back as bfloat16).
+    the source's weight version.  If the target is a folder, the workers write a checkpoint there,
+    with the dtypes that the source has (a trainer's float32 weights come back as bfloat16).
 
     The source's workers act as the ranks of a trainer.  They learnt in their last update where
     their model's tensors are.  Until the copy is done, the source does not answer requests, and no
@@ -77,7 +77,7 @@ def copy_weights(
     """
     chosen = Options.of(options)
     folder = isinstance(target, str | os.PathLike) and "://" not in os.fspath(target)
-    if folder and re.fullmatch(r"[^/]+:\d+", os.fspath(target)):
+    if folder and re.fullmatch(r"([^/]+:\d+)?", os.fspath(target)):
         raise _core.InvalidArgumentError(f"target={target!r}: a URL starts with http://")
     engines = [source] if folder else [source, target]
     given, *taken = handles_of(engines, timeout=chosen.deadline, api_key=api_key)
@@ -172,7 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "wsync copy", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", help="the URL of the engine that has the weights")
-    parser.add_argument("target", help="the URL of the engine to fill, or a folder of checkpoints")
+    parser.add_argument(
+        "target", help="the URL of the engine to fill, or a folder on the source's host"
+    )
     parser.add_argument("--api-key", help="the API key of the engines")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a step (default 120)")
     chosen = parser.parse_args(argv)

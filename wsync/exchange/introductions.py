@@ -17,18 +17,12 @@ from wsync import _core
 from wsync.machine.host import host_identity
 from wsync.machine.nvidia_wheels import nccl_libraries
 
-# Variables by which a rank chooses its transports, and their defaults.  NCCL hangs if ranks differ.
-# SGLang sets NCCL_CUMEM_ENABLE=0 in its workers, slime and verl also in trainers.
-_TRANSPORTS: Final = {
-    "NCCL_CUMEM_ENABLE": "1",
-    "NCCL_P2P_DISABLE": "0",
-    "NCCL_SHM_DISABLE": "0",
-    "NCCL_IB_DISABLE": "0",
-}
+# NCCL hangs if ranks differ in it.  SGLang sets 0 in its workers, slime and verl also in trainers.
+_CUMEM: Final = "NCCL_CUMEM_ENABLE"
 
 
-def _settings() -> dict[str, str]:
-    return {name: os.environ.get(name) or usual for name, usual in _TRANSPORTS.items()}
+def _cumem() -> str:
+    return os.environ.get(_CUMEM) or "1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +33,7 @@ class Introduction:
     version: of NCCL; 22809 is 2.28.9, and 0 is none.
     address: the address at which other ranks meet this rank with NCCL; "" if NCCL is not possible.
     lacks: why NCCL is not possible, as the end of a sentence that begins with a name; "" if it is.
-    settings: the variables in the environment that must be the same for all ranks.
+    cumem: NCCL_CUMEM_ENABLE in the environment, by default "1".
     host: the host's identity.  free_nbytes: memory that is free, of the GPU or of the host.
     """
 
@@ -47,7 +41,7 @@ class Introduction:
     version: int = 0
     address: str = ""
     lacks: str = "has its weights in CPU memory"
-    settings: dict[str, str] = dataclasses.field(default_factory=_settings)
+    cumem: str = dataclasses.field(default_factory=_cumem)
     host: str = dataclasses.field(default_factory=host_identity)
     free_nbytes: int = 0
 
@@ -76,7 +70,8 @@ class Introduction:
 
 def obstacle(members: Sequence[tuple[str, Introduction]]) -> str:
     """Says why the ranks cannot share an NCCL communicator, or "" if they can.  The text names a
-    rank without NCCL, or two ranks that have different versions or settings, or the same GPU.
+    rank without NCCL, or two ranks that differ in its version or in NCCL_CUMEM_ENABLE, or have the
+    same GPU.
 
     members: each rank's name in messages, and its introduction.
     """
@@ -88,10 +83,11 @@ def obstacle(members: Sequence[tuple[str, Introduction]]) -> str:
         if member.version != one.version:
             versions = f"{first} has NCCL {one.version} and {name} NCCL {member.version}"
             return f"{versions}: all need the same version"
-        for variable, value in member.settings.items():
-            if value != one.settings[variable]:
-                values = f"{first} has {variable}={one.settings[variable]} and {name} {value}"
-                return f"{values}: set it to one value for all"
+        if member.cumem != one.cumem:
+            values = (
+                f"{first} has {_CUMEM}={one.cumem} (1 is the default) and {name} {member.cumem}"
+            )
+            return f"{values}: set it to one value for all"
         if member.gpu in gpus:
             return f"{gpus[member.gpu]} and {name} share {member.gpu}: NCCL needs a GPU for each"
         gpus[member.gpu] = name

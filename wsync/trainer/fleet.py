@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from wsync._core import DeadlineError, InvalidArgumentError, LayoutError, PeerClosedError
+from wsync._core import (
+    DeadlineError,
+    InvalidArgumentError,
+    LayoutError,
+    PeerClosedError,
+    UnsupportedError,
+)
 from wsync.handles.answers import without_password
 from wsync.handles.base import (
     EngineHandle,
@@ -86,7 +92,7 @@ class Fleet:
         self._waiting: dict[str, str] = {}  # engines that cannot join yet, each with the reason
         self._reached: list[EngineHandle] = []
         self._earlier: list[_Member] = []  # that were lost before the current update
-        self._spared = False  # whether an engine of the current update was
+        self._spared = False  # whether the current update has spared an engine
         self._refusals = set[str]()  # of the current update
 
     @property
@@ -173,10 +179,10 @@ class Fleet:
         """
         closed, absent = isinstance(error, PeerClosedError), isinstance(error, DeadlineError)
         passed = absent or _PASSED in str(error)
-        grouped = grouped and not isinstance(error, LayoutError | InvalidArgumentError)
+        grouped = grouped and not isinstance(error, LayoutError | UnsupportedError)
         taken = TAKEN in str(error)
         waiting = passed and any(engine.name in late for engine in engines)
-        found, spared, refusal = list[tuple[CheckedEngine, str, Any]](), False, ""
+        found, spared, refusals = list[tuple[CheckedEngine, str, Any]](), False, list[str]()
         answers = _ask([engine.handle for engine in engines], _SUSPECT_SECONDS)
         for engine, answer in zip(engines, answers, strict=True):
             named = engine.name in late if waiting else blames(error, engine.name)
@@ -190,24 +196,32 @@ class Fleet:
                 (closed and engine.restarted_since(answer[0])) or (named and taken)
             ):
                 spared = True
+                if taken:
+                    _log.warning(
+                        "wsync: engine %s: %s; this update takes it back", engine.name, why
+                    )
             elif named and not grouped:
                 if not (closed or absent or waiting):
-                    refusal = _reason(why)
+                    refusals.append(_reason(why))
                 # a request that was cut off says nothing about the next one
                 cut_off = closed and f"engine {engine.name}: worker " not in str(error)
                 stays = "; it stays paused" if engine.stopped else ""
                 found.append((engine, why + stays, None if cut_off or taken else answer))
-        again = refusal in self._refusals
+        again = len({*refusals} - self._refusals) < len(refusals)
         if len(found) == len(engines) or not (found or spared) or again:
             return False
         self._spared |= spared
-        self._refusals |= {refusal} - {""}
+        self._refusals |= {*refusals}
+        self._lose(found)
+        return True
+
+    def _lose(self, found: Sequence[tuple[CheckedEngine, str, Any]]) -> None:
+        """Makes updates go without engines.  found: each with the reason and who answered."""
         for engine, why, answer in found:
             (member,) = (each for each in self._members if each.handle is engine.handle)
             member.reason, member.answer = why, answer
             _log.warning("wsync: updates go without engine %s: %s", engine.name, why)
         self._count()
-        return True
 
     def _count(self) -> None:
         now = self.handles

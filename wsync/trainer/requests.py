@@ -178,8 +178,8 @@ class EngineRequests:
                 handle.look_anew(deadline.left)
             try:
                 self.compare(engine.handle, deadline.left)
-            except (_core.LayoutError, _core.InvalidArgumentError) as error:
-                raise type(error)(f"engine {engine.name}: {error}") from error
+            except _core.LayoutError as error:
+                raise _core.LayoutError(f"engine {engine.name}: {error}") from error
             engine.unchecked = False
         if self._options.flush_cache:
             engine.flush(deadline.left)
