@@ -297,8 +297,8 @@ def lose_one(config: Any, step: str, how: int) -> dict[str, Any]:
 
 
 def fail_in_turn(config: Any, plant: str) -> dict[str, Any]:
-    """The first operation fails, then the second one, and so on, each in an update of its own and
-    followed by another update.  The errors, the engines that are wrong after an update which
+    """The first operation fails, then the second one, and so on, each in an update of its own; the
+    update that follows must succeed.  The errors, the engines that are wrong after an update which
     returns, and what is left."""
     mine, remote = held(config), engines(config, 1, 2)
     options = wsync.Options(**{**BRIEF, "lost": "continue"})
@@ -306,15 +306,18 @@ def fail_in_turn(config: Any, plant: str) -> dict[str, Any]:
     with wsync.connect(mine.layout, remote, options=options) as sync:
         for k in range(OPERATIONS):
             undo = PLANTS[plant](remote, "error", k, 6)
-            for _ in range(2):
-                version += 1
-                mine.train(version)
-                error = error_of(functools.partial(sync.update, version=version))
-                undo()
-                if error:
-                    errors.append(error)
-                else:
-                    wrong += _wrong(remote, config, version, str(version))
+            version += 2
+            mine.train(version - 1)
+            error = error_of(functools.partial(sync.update, version=version - 1))
+            undo()
+            if error:
+                errors.append(error)
+            else:
+                wrong += _wrong(remote, config, version - 1, str(version - 1))
+            mine.train(version)
+            sync.update(version=version)
+            wrong += _wrong(remote, config, version, str(version))
+        assert not error, "the last operation is not beyond an update's"
     return {"wrong": wrong, "errors": errors, "left": _left(remote)}
 
 

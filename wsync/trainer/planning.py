@@ -82,11 +82,12 @@ class Planning:
         try:
             yield
         except (_core.LayoutError, _core.UnsupportedError) as error:
+            model = self.roster.model.join()
             for number, blob in enumerate(layouts):
                 if blob in (WHOLE, PIECES):
                     continue
                 try:
-                    _core.Route(self.roster.model.join(), _core.Layout.from_bytes(blob))
+                    _core.Route(model, _core.Layout.from_bytes(blob))
                 except type(error) as its:
                     engine = self.roster.engines[self.roster.workers[number].engine].name
                     raise type(error)(f"engine {engine}: {its}") from error
